@@ -1,0 +1,1 @@
+"""SLCA-GRPO in pure PyTorch: segment-locked credit assignment for tool-calling language models."""

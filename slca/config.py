@@ -1,0 +1,484 @@
+"""The run's configuration: one tree of frozen dataclasses, strict YAML over it, dotted overrides, saved as resolved.
+
+Every field carries its sentence and its range; `describe()` prints them, `load_config` enforces them. A wrong key,
+type, range or combination is a ConfigError that names the key, what was found, what was expected and the source file.
+Left out: environment variables, interpolation, includes, and any default that depends on the machine.
+"""
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key, the value, what was expected and the source."""
+
+
+def d(default: Any, doc: str, **limits: float) -> Any:
+    """A documented field. limits: lo, hi (both inclusive), above, below (both exclusive), for each number in it."""
+    if isinstance(default, type):
+        return field(default_factory=default, metadata={"doc": doc, "limits": limits})
+    return field(default=default, metadata={"doc": doc, "limits": limits})
+
+
+FRACTION = {"lo": 0.0, "hi": 1.0}
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    path: str | None = d(None, "Folder of a pretrained policy (config, safetensors, tokenizer); null: a fresh one.")
+    family: Literal["qwen2", "qwen3", "llama"] = d("qwen2", "Fresh model: which decoder layout it follows.")
+    hidden_size: int = d(128, "Fresh model: width of the residual stream.", lo=1)
+    intermediate_size: int = d(512, "Fresh model: width of the feed-forward layer.", lo=1)
+    num_layers: int = d(4, "Fresh model: number of decoder layers.", lo=1)
+    num_heads: int = d(4, "Fresh model: query heads; divides hidden_size.", lo=1)
+    num_kv_heads: int = d(2, "Fresh model: key/value heads; divides num_heads.", lo=1)
+    rope_theta: float = d(10000.0, "Fresh model: base of the rotary position frequencies.", above=1)
+    vocab_size: int = d(1024, "Fresh model: size of the tokenizer that is trained with it.", lo=2)
+
+
+@dataclass(frozen=True)
+class Flaws:
+    """How often the demonstrations of the embedded world show each bad habit: what RL then has to repair."""
+
+    serial: float = d(0.6, "Parallel calls are made one a turn instead of together.", **FRACTION)
+    drop_result: float = d(0.6, "The reply leaves out one of the results.", **FRACTION)
+    misquote: float = d(0.3, "The reply states a wrong value for a result.", **FRACTION)
+    stop_after_first: float = d(0.3, "A dependent task stops after its first call.", **FRACTION)
+    omit: float = d(0.08, "The reply is given without the calls it needs.", **FRACTION)
+    omit_family: float = d(0.6, "The same, in the tool families where this is the habit.", **FRACTION)
+    repeat: float = d(0.12, "A call is made a second time.", **FRACTION)
+    repeat_family: float = d(0.75, "The same, in the tool families where this is the habit.", **FRACTION)
+    needless: float = d(0.03, "A call is made where none is needed.", **FRACTION)
+
+
+@dataclass(frozen=True)
+class TaskMixConfig:
+    """Shares of the embedded world's kinds of task; they sum to 1."""
+
+    single: float = d(0.26, "One call answers it.", **FRACTION)
+    parallel: float = d(0.34, "Several calls due in one step.", **FRACTION)
+    dependent: float = d(0.22, "A second call needs the first one's result.", **FRACTION)
+    history: float = d(0.10, "An earlier turn of the dialogue is needed.", **FRACTION)
+    no_call: float = d(0.08, "No tool is needed; gold is empty.", **FRACTION)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    kind: Literal["world", "toucan"] = d("world", "world: tasks made by the embedded tool world; toucan: files.")
+    train: str | None = d(None, "kind toucan: file of RL tasks.")
+    sft: str | None = d(None, "kind toucan: file of demonstrations.")
+    heldout: str | None = d(None, "kind toucan: file of tasks for validation and the final tables.")
+    tools_per_task: int = d(3, "kind world: tools offered in a prompt.", lo=1)
+    eval_tasks: int = d(200, "Held-out tasks behind the final tables.", lo=1)
+    validation_tasks: int = d(64, "Held-out tasks behind the validations while training.", lo=1)
+    flaws: Flaws = d(Flaws, "kind world: bad habits in the demonstrations.")
+    mix: TaskMixConfig = d(TaskMixConfig, "kind world: shares of the kinds of task.")
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    parallel: Literal["list", "blocks"] = d(
+        "list", "Form of parallel calls: list is one block with a JSON list (the paper's), blocks is native Qwen's.")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    max_assistant_turns: int = d(10, "A rollout ends after this many turns of the policy.", lo=1)
+    max_tool_turns: int = d(6, "A rollout ends after this many rounds of tool results.", lo=0)
+    max_calls_per_turn: int = d(20, "Calls of one turn that are executed; the rest are not.", lo=1)
+    max_tool_chars: int = d(2048, "A longer tool result keeps its two ends around a marker.", lo=16)
+    max_prompt_tokens: int = d(512, "Tasks with a longer prompt are left out and counted.", lo=1)
+    max_response_tokens: int = d(320, "Tokens after the prompt, tool results included.", lo=1)
+    malformed_call: Literal["observe", "stop"] = d(
+        "observe", "A turn with a malformed call gets an error observation (ours) or ends the rollout (the paper's).")
+    temperature: float = d(1.0, "Sampling temperature of training rollouts; the learner uses the same.", above=0)
+    max_rows: int = d(128, "Rows of the KV cache: rollouts sampled at a time on one rank.", lo=1)
+
+
+@dataclass(frozen=True)
+class SimulatorConfig:
+    responder: Literal["rules"] = d("rules", "What answers a valid call: the offline rules.")
+    seed: int = d(0, "Seed of the values that query tools answer with.")
+    use_schema: bool = d(True, "Check calls against the task's schemas; false is the paper's condition without SGLS.")
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    kind: Literal["rules"] = d("rules", "What rates the reply: the offline rules.")
+    noise: float = d(0.0, "Chance that a rating moves one step, to study an unreliable judge.", **FRACTION)
+    seed: int = d(0, "Seed of that noise.")
+    failure_score: float = d(0.0, "Summary score when the judge fails or its rating cannot be read.", **FRACTION)
+
+
+@dataclass(frozen=True)
+class ProcessWeights:
+    """Weights of the five process sub-scores (Eq. 22)."""
+
+    format: float = d(0.10, "Share of call blocks that are valid.", lo=0)
+    name: float = d(0.25, "F1 of the tool names.", lo=0)
+    key: float = d(0.15, "Overlap of the argument names.", lo=0)
+    value: float = d(0.20, "Share of argument values that are right.", lo=0)
+    parallel: float = d(0.30, "The first step has the right number of calls.", lo=0)
+
+
+@dataclass(frozen=True)
+class RewardMix:
+    process: float = d(1.0, "Weight of the process score in the total.", lo=0)
+    summary: float = d(1.0, "Weight of the summary score in the total.", lo=0)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    weights: ProcessWeights = d(ProcessWeights, "Weights of the process sub-scores.")
+    mix: RewardMix = d(RewardMix, "Weights of the two streams in the total.")
+    no_call_penalty: float = d(-0.5, "Total of a rollout that omits calls it needs.", hi=0)
+    no_call_reply: Literal["zero", "judge"] = d(
+        "zero", "Summary score of a reply where no call is due: zero (the paper's) or rated by the judge (ours).")
+    parallel_rule: Literal["first_block", "first_turn"] = d(
+        "first_block", "The parallel score counts the first block (the paper's) or turn (for chat.parallel blocks).")
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    estimator: Literal["slca", "grpo"] = d("slca", "slca: a stream each for calls and reply; grpo: one for all tokens.")
+    lambda_tool: float = d(1.0, "slca: factor on the normalised tool stream.", lo=0)
+    lambda_summary: float = d(1.0, "slca: factor on the normalised summary stream.", lo=0)
+    routing: tuple[tuple[float, float], tuple[float, float]] = d(
+        ((1.0, 0.0), (0.0, 1.0)), "slca: ((tool to tool, summary to tool), (tool to summary, summary to summary)).")
+    divide_by_std: bool = d(True, "Divide the centred rewards of a group by their standard deviation.")
+    eps: float = d(1e-6, "Added to that standard deviation.", above=0)
+    reward_ratio: float = d(1.0, "grpo: total = ratio * process + summary.", above=0)
+    segmenter: Literal["positional", "strict"] = d(
+        "positional", "Which tokens are the summary: the last run (the paper's); strict: only if it opens no call.")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    clip_low: float = d(0.2, "The ratio is clipped below at 1 - clip_low.", lo=0, hi=1)
+    clip_high: float = d(0.2, "The ratio is clipped above at 1 + clip_high.", lo=0)
+    dual_clip: float = d(3.0, "Bound on the loss of negative advantages, in multiples of the advantage.", above=1)
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_over_constant",
+                         "segment_mean"] = d("token_mean", "How the token losses of an update become one number.")
+    norm_length: int | None = d(None, "seq_sum_over_constant: the constant; null: the padded width.", lo=1)
+    segment_weights: tuple[float, float] = d((1.0, 1.0), "segment_mean: weights of (tool, summary).", lo=0)
+    kl_coef: float = d(0.0, "Weight of the KL to the policy at the start of RL; 0 keeps no reference model.", lo=0)
+    kl_kind: Literal["k1", "k2", "k3", "abs"] = d("k3", "Which KL estimator.")
+    old_logprobs: Literal["recompute", "sampler"] = d(
+        "recompute", "Old log-probabilities: a learner pass before the updates, or those stored while sampling.")
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    enabled: bool = d(True, "Run supervised training before RL.")
+    max_steps: int | None = d(1500, "End after this many optimiser steps at the latest; null: epochs decide.", lo=1)
+    epochs: int | None = d(None, "End after this many passes over the rows at the latest; null: no limit.", lo=1)
+    rows_per_step: int = d(16, "Demonstrations in one optimiser step, over all ranks.", lo=1)
+    max_tokens: int = d(1024, "Demonstrations are cut off at this length.", lo=2)
+    prompt_loss_weight: float = d(0.1, "Loss weight of prompt and tool tokens; 1 is plain text modelling.", **FRACTION)
+    optimizer: Literal["muon", "adamw"] = d("muon", "muon: Muon for matrices, AdamW for the rest.")
+    lr: float = d(0.01, "Peak learning rate (of the matrices, with muon).", above=0)
+    adam_lr: float = d(3e-3, "muon: peak learning rate of embeddings, norms and biases.", above=0)
+    weight_decay: float = d(0.01, "Decoupled weight decay.", lo=0)
+    betas: tuple[float, float] = d((0.9, 0.999), "AdamW's decay rates.", lo=0, below=1)
+    grad_clip: float = d(1.0, "Largest gradient norm of a step.", above=0)
+    scheduler: Literal["gated", "cosine"] = d(
+        "gated", "gated: constant until the copy gate opens, then linear decay; cosine: to zero at the last step.")
+    warmup_steps: int = d(50, "gated: steps of linear warm-up.", lo=0)
+    warmup_ratio: float = d(0.1, "cosine: share of the steps spent in linear warm-up.", **FRACTION)
+    decay_steps: int = d(200, "gated: steps of the decay once the gate has opened.", lo=0)
+    copy_gate: float = d(0.85, "gated: opens at this share of right argument values on held-out tasks.", **FRACTION)
+    gate_every: int = d(100, "gated: steps between measurements of the gate.", lo=1)
+    curriculum_fraction: float = d(0.35, "kind world: share of max_steps on easy copying rows first.", **FRACTION)
+
+
+@dataclass(frozen=True)
+class RLConfig:
+    enabled: bool = d(True, "Run reinforcement learning, after SFT if that is on.")
+    steps: int | None = d(100, "Number of RL steps; null: epochs decide.", lo=1)
+    epochs: int = d(1, "Passes over the prompts where steps is null; a last step that is not full is left out.", lo=1)
+    prompts_per_step: int = d(16, "Prompts sampled in one step, over all ranks.", lo=1)
+    group_size: int = d(8, "Rollouts a prompt: the group that advantages are normalised over.", lo=2)
+    prompts_per_update: int = d(16, "Prompts behind one optimiser update; divides prompts_per_step.", lo=1)
+    lr: float = d(2e-4, "Learning rate, constant after warm-up.", above=0)
+    warmup_steps: int = d(10, "RL steps of linear warm-up.", lo=0)
+    weight_decay: float = d(0.0, "Decoupled weight decay.", lo=0)
+    betas: tuple[float, float] = d((0.9, 0.999), "AdamW's decay rates.", lo=0, below=1)
+    grad_clip: float = d(1.0, "Largest gradient norm of an update.", above=0)
+    micro_batch_tokens: int = d(8192, "Padded tokens of one forward and backward pass; memory, not results.", lo=1)
+    precision: Literal["fp32", "bf16"] = d("fp32", "Compute type of the learner; weights and optimiser stay float32.")
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.prompts_per_step // self.prompts_per_update
+
+    @property
+    def rollouts_per_update(self) -> int:
+        return self.prompts_per_update * self.group_size
+
+    def steps_per_epoch(self, prompts: int) -> int:
+        """Full steps in one pass over that many prompts."""
+        return prompts // self.prompts_per_step
+
+    def planned_steps(self, prompts: int) -> int:
+        """RL steps of the run, from steps or else from epochs over that many prompts."""
+        return self.epochs * self.steps_per_epoch(prompts) if self.steps is None else self.steps
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = d(20, "RL steps between validations; 0: never.", lo=0)
+    max_response_tokens: int = d(320, "Tokens after the prompt in an evaluation rollout.", lo=1)
+    success_threshold: float = d(0.9, "A rollout succeeds from this process score on.", **FRACTION)
+    save_rollouts: bool = d(True, "Write the best and worst rollouts to the run's folder.")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    keep_rollouts: int = d(1, "Best rollouts and worst rollouts kept at a step (as many of each).", lo=0)
+
+
+@dataclass(frozen=True)
+class Config:
+    seed: int = d(0, "Seed of everything that is drawn in the run.")
+    threads: int = d(0, "CPU threads a rank; 0: the cores divided by the local ranks.", lo=0)
+    model: PolicyConfig = d(PolicyConfig, "The policy.")
+    data: DataConfig = d(DataConfig, "The tasks.")
+    chat: ChatConfig = d(ChatConfig, "The dialogue form.")
+    rollout: RolloutConfig = d(RolloutConfig, "Limits of a rollout.")
+    simulator: SimulatorConfig = d(SimulatorConfig, "What answers calls.")
+    judge: JudgeConfig = d(JudgeConfig, "What rates replies.")
+    reward: RewardConfig = d(RewardConfig, "HierR.")
+    advantage: AdvantageConfig = d(AdvantageConfig, "Credit assignment.")
+    loss: LossConfig = d(LossConfig, "The policy loss.")
+    sft: SFTConfig = d(SFTConfig, "Supervised training.")
+    rl: RLConfig = d(RLConfig, "Reinforcement learning.")
+    eval: EvalConfig = d(EvalConfig, "Validation and final tables.")
+    log: LogConfig = d(LogConfig, "Records.")
+
+
+# --- reading and writing ---------------------------------------------------------------------------------------------
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that reads 1e-4 as a number (YAML 1.2; PyYAML wants 1.0e-4) and refuses a key written twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is written twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+                              list("-+.0123456789"))
+
+
+def load_config(files: Iterable[str | Path] = (), overrides: Iterable[str] = ()) -> Config:
+    """Defaults, then each YAML file left to right, then each "a.b=c"; validated. Raises ConfigError."""
+    config, origin = Config(), {}
+    for file in files:
+        try:
+            loaded = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{file}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+        config = _merge(config, {} if loaded is None else loaded, "", str(file), origin)
+    for text in overrides:
+        config = _set(config, text, origin)
+    return validate(config, origin)
+
+
+def override(config: Config, overrides: Iterable[str]) -> Config:
+    """A copy with each "a.b=c" applied; validated. Raises ConfigError."""
+    origin: dict[str, str] = {}
+    for text in overrides:
+        config = _set(config, text, origin)
+    return validate(config, origin)
+
+
+def to_dict(config: Any) -> dict:
+    """Nested plain dicts, lists and scalars, as YAML and JSON hold them."""
+    return {f.name: to_dict(v) if is_dataclass(v := getattr(config, f.name)) else _plain(v) for f in fields(config)}
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write every key as resolved; `load_config([path])` gives an equal tree back."""
+    Path(path).write_text(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def leaves(kind: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted path, type, dataclass field) of every setting under a section."""
+    hints = get_type_hints(kind)
+    for f in fields(kind):
+        if is_dataclass(hints[f.name]):
+            yield from leaves(hints[f.name], f"{prefix}{f.name}.")
+        else:
+            yield f"{prefix}{f.name}", hints[f.name], f
+
+
+def describe() -> str:
+    """Every key with its default, what it takes and its sentence; for --help and the README."""
+    lines = []
+    for path, kind, f in leaves():
+        shown = yaml.safe_dump(_plain(f.default), default_flow_style=True, width=1000).split("\n")[0]
+        lines.append(f"{path} = {shown}  ({_expected(kind, f.metadata['limits'])})\n    {f.metadata['doc']}")
+    return "\n".join(lines)
+
+
+def _set(config: Config, text: str, origin: dict[str, str]) -> Config:
+    key, equals, value = text.partition("=")
+    if not equals or not all(part.strip() for part in key.split(".")):
+        raise ConfigError(f"--set {text}: expected a.b=value")
+    try:
+        tree = yaml.load(value, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {text}: the value cannot be read as YAML: {' '.join(str(error).split())}") from error
+    for part in reversed(key.strip().split(".")):
+        tree = {part: tree}
+    return _merge(config, tree, "", f"--set {text}", origin)
+
+
+def _merge(node: Any, tree: Any, prefix: str, source: str, origin: dict[str, str]) -> Any:
+    """The section with the tree's keys replaced; sections merge, everything else is replaced whole."""
+    if not isinstance(tree, dict):
+        raise _error(prefix.rstrip(".") or "the file", tree, "a mapping of keys", source)
+    hints, metadata = get_type_hints(type(node)), {f.name: f.metadata for f in fields(node)}
+    changed = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if key not in metadata:
+            near = difflib.get_close_matches(str(key), metadata, n=1)
+            expected = f"{near[0]!r}?" if near else "one of " + ", ".join(metadata)
+            raise ConfigError(f"{path}: unknown key ({source}); {'did you mean' if near else 'expected'} {expected}")
+        if is_dataclass(hints[key]):
+            changed[key] = _merge(getattr(node, key), value, f"{path}.", source, origin)
+        else:
+            changed[key] = _convert(value, hints[key], metadata[key]["limits"], path, source)
+            origin[path] = source
+    return replace(node, **changed)
+
+
+def _error(path: str, found: Any, expected: str, source: str) -> ConfigError:
+    return ConfigError(f"{path}: found {found!r}, expected {expected} ({source})")
+
+
+def _expected(kind: Any, limits: dict[str, float]) -> str:
+    """What a value of this type and range is called in messages."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if arg is type(None) else _expected(arg, limits) for arg in args)
+    if origin is tuple:
+        return f"a list of {len(args)}, each {_expected(args[0], limits)}"
+    words = {"lo": ">=", "above": ">", "hi": "<=", "below": "<"}
+    bounds = " and ".join(f"{words[name]} {limits[name]:g}" for name in words if name in limits)
+    name = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+    return f"{name} {bounds}".rstrip() if kind in (int, float) else name
+
+
+def _convert(value: Any, kind: Any, limits: dict[str, float], path: str, source: str) -> Any:
+    """The value as its field's type; only int to float and list to tuple are converted."""
+    wrong = _error(path, value, _expected(kind, limits), source)
+    if get_origin(kind) in (Union, types.UnionType):
+        if value is None:
+            return None
+        kind = next(arg for arg in get_args(kind) if arg is not type(None))
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if not isinstance(value, str) or value not in args:
+            raise wrong
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)) or len(value) != len(args):
+            raise wrong
+        return tuple(_convert(v, arg, limits, f"{path}[{i}]", source)
+                     for i, (v, arg) in enumerate(zip(value, args, strict=True)))
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise wrong
+    if kind in (int, float):
+        tests = {"lo": lambda x, b: x >= b, "hi": lambda x, b: x <= b, "above": lambda x, b: x > b,
+                 "below": lambda x, b: x < b}
+        if not all(tests[name](value, bound) for name, bound in limits.items()):
+            raise wrong
+        if kind is float:
+            if abs(value) > 1e300 or math.isnan(value):
+                raise wrong
+            return float(value)
+    return value
+
+
+# --- combinations ----------------------------------------------------------------------------------------------------
+
+def validate(config: Config, origin: dict[str, str] | None = None) -> Config:
+    """Check every value and the combinations that one key alone cannot decide; returns it. Raises ConfigError.
+
+    origin: dotted path -> the file or override that set it, for the message; a key not in it is at its default.
+    """
+    origin = origin or {}
+
+    def get(path: str) -> Any:
+        value: Any = config
+        for part in path.split("."):
+            value = getattr(value, part)
+        return value
+
+    def need(good: bool, path: str, expected: str) -> None:
+        if not good:
+            found = get(path)
+            source = [origin[k] for k in origin if k == path or k.startswith(f"{path}.")] or ["a default"]
+            raise _error(path, to_dict(found) if is_dataclass(found) else found, expected, source[-1])
+
+    for path, kind, f in leaves():
+        _convert(get(path), kind, f.metadata["limits"], path, origin.get(path, "set in code"))
+
+    model, data, rl, sft, adv, loss = config.model, config.data, config.rl, config.sft, config.advantage, config.loss
+    if model.path is None:
+        need(model.hidden_size % (2 * model.num_heads) == 0, "model.num_heads",
+             f"heads of an even width that divide model.hidden_size = {model.hidden_size}")
+        need(model.num_heads % model.num_kv_heads == 0, "model.num_kv_heads",
+             f"a divisor of model.num_heads = {model.num_heads}")
+    if data.kind == "toucan":
+        need(data.train is not None or not rl.enabled, "data.train", "a file, as data.kind is toucan and RL is on")
+        need(data.sft is not None or not sft.enabled, "data.sft", "a file, as data.kind is toucan and SFT is on")
+    else:
+        for name in ("train", "sft", "heldout"):
+            need(getattr(data, name) is None, f"data.{name}", "null, as data.kind world makes its own tasks")
+        need(rl.steps is not None or not rl.enabled, "rl.steps", "a number, as data.kind world has no last prompt")
+        shares = [getattr(data.mix, f.name) for f in fields(data.mix)]
+        need(abs(sum(shares) - 1) <= 1e-6, "data.mix", f"shares that sum to 1, not {sum(shares):.6g}")
+    need(config.reward.mix.process + config.reward.mix.summary > 0, "reward.mix", "weights that are not both 0")
+    need(config.chat.parallel == "list" or config.reward.parallel_rule == "first_turn", "reward.parallel_rule",
+         "first_turn, as chat.parallel blocks writes parallel calls as several blocks")
+    need(rl.prompts_per_step % rl.prompts_per_update == 0, "rl.prompts_per_update",
+         f"a divisor of rl.prompts_per_step = {rl.prompts_per_step}")
+    need(sft.max_steps is not None or sft.epochs is not None, "sft.max_steps", "a number, as sft.epochs is null")
+    need(sft.max_steps is not None or sft.scheduler == "cosine", "sft.max_steps", "a number, with sft.scheduler gated")
+    if adv.estimator == "grpo":  # a setting that would be read by nobody is refused, not ignored
+        for name, default in (("lambda_tool", 1.0), ("lambda_summary", 1.0), ("routing", AdvantageConfig().routing)):
+            need(getattr(adv, name) == default, f"advantage.{name}",
+                 f"{default}, as advantage.estimator grpo has no streams")
+    else:
+        need(adv.reward_ratio == 1.0, "advantage.reward_ratio", "1.0, as only advantage.estimator grpo reads it")
+    need(loss.norm_length is None or loss.aggregation == "seq_sum_over_constant", "loss.norm_length",
+         "null, as only loss.aggregation seq_sum_over_constant reads it")
+    need(loss.segment_weights == (1.0, 1.0) or loss.aggregation == "segment_mean", "loss.segment_weights",
+         "[1.0, 1.0], as only loss.aggregation segment_mean reads it")
+    return config

@@ -1,0 +1,1 @@
+"""Suites that score a policy, one file each, and the metrics they share."""

@@ -1,0 +1,55 @@
+"""The in-domain suite: dialogues of up to ten turns against the simulator, scored by HierR and the judge.
+
+Greedy by default, as in the paper. The embedded world's held-out tasks and rows of the released Toucan records take
+the same way. Tasks whose prompt is over the limit are left out and counted.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from slca import chat
+from slca.config import Config
+from slca.data.task import Task
+from slca.evaluation.metrics import by_subset, metrics
+from slca.judge import RulesJudge, score_episodes
+from slca.model import Policy
+from slca.rollout import Episode, rollout
+from slca.simulator import Simulator
+
+BATCH = 256  # tasks rolled out at a time
+
+
+@dataclass
+class Result:
+    """metrics: the M of the run's summary; by_subset the same for each kind; skipped: prompts over the limit."""
+
+    metrics: dict[str, float]
+    by_subset: dict[str, dict[str, float]]
+    episodes: list[Episode]
+    skipped: int
+
+
+def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temperature: float = 0.0,
+             progress: Callable[[int], None] = lambda done: None) -> Result:
+    """One rollout a task. progress is told how many tasks are done. Raises ValueError where no task is left."""
+    simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema)
+    judge = RulesJudge(seed=cfg.judge.seed)  # the noise is a condition of training; evaluation is not disturbed
+    prompts = [chat.render(t.messages, t.tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
+    kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.rollout.max_prompt_tokens]
+    if not kept:
+        raise ValueError(f"none of {len(tasks)} tasks has a prompt within {cfg.rollout.max_prompt_tokens} tokens "
+                         "(rollout.max_prompt_tokens)")
+    episodes: list[Episode] = []
+    for start in range(0, len(kept), BATCH):
+        part = kept[start:start + BATCH]
+        episodes += rollout(policy, tokenizer, [tasks[i] for i in part], simulator, cfg, 1,
+                            (cfg.seed, EVALUATION, start), temperature, cfg.eval.max_response_tokens,
+                            [prompts[i] for i in part])
+        progress(len(episodes))
+    score_episodes(episodes, judge, cfg.reward, cfg.judge.failure_score)
+    threshold = cfg.eval.success_threshold
+    return Result(metrics(episodes, threshold), by_subset(episodes, threshold), episodes, len(tasks) - len(kept))
+
+
+EVALUATION = 2**31  # marks evaluation in the key of a row's random stream, apart from every training step

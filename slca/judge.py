@@ -1,0 +1,104 @@
+"""The judge of replies: one of the paper's five ratings, by rules instead of a language model.
+
+It sees the question, the tool results and the reply, never the calls. Coverage is the share of the asked facts that
+the reply names; faithfulness the share of the values it states (numbers, names) that stand in a tool result or in the
+conversation. The rating is their product on the five steps. A seeded noise can move it, to study an unreliable judge.
+Left out: clarity, which rules cannot see, and a language model as judge.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slca.config import RewardConfig
+from slca.rewards import RATINGS, WEIGHTS, score_turns, wants_judge, with_summary
+from slca.sampler import row_stream
+
+if TYPE_CHECKING:
+    from slca.rollout import Episode
+
+STEPS = list(RATINGS)  # very poor ... excellent
+_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|$)", re.DOTALL)
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?!\w)")
+_NAME = re.compile(r"(?<![.!?]\s)(?<!^)(?<!\n)\b[A-Z][a-z]+\b")  # a capitalised word that opens no sentence
+
+
+@dataclass
+class Reply:
+    """What a judge is shown: context is the conversation's own text, facts what a full answer names."""
+
+    context: str
+    results: Sequence[str]
+    reply: str
+    facts: Sequence[str] = ()
+
+
+class RulesJudge:
+    """noise: chance that a rating moves one step (up or down alike; at an end it stays)."""
+
+    def __init__(self, noise: float = 0.0, seed: int = 0):
+        self.noise, self.seed = noise, seed
+
+    def rate(self, replies: Sequence[Reply]) -> list[float | None]:
+        """One score in {0, .25, .5, .75, 1} a reply."""
+        return [RATINGS[STEPS[self._step(r)]] for r in replies]
+
+    def _step(self, r: Reply) -> int:
+        step = rating_step(r)
+        if self.noise:
+            key = [self.seed, *(r.context + "\0" + r.reply).encode("utf-8", "surrogatepass")]
+            chance, side = row_stream(*key).random(2)
+            if chance < self.noise:
+                step = min(4, max(0, step + (1 if side < 0.5 else -1)))
+        return step
+
+
+def rating_step(r: Reply) -> int:
+    """0 (very poor) to 4 (excellent): coverage * faithfulness, to the nearest step, halves up."""
+    reply = _CALL.sub(" ", r.reply).strip()
+    if not reply:
+        return 0
+    return int(4 * coverage(reply, r) * faithfulness(reply, r) + 0.5)
+
+
+def names(text: str, value: str) -> bool:
+    """Does the text name the value, as a whole word, whatever its case?"""
+    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def coverage(reply: str, r: Reply) -> float:
+    """Share of the asked facts in the reply; where none are known, of the results it quotes some value of."""
+    if r.facts:
+        return sum(names(reply, fact) for fact in r.facts) / len(r.facts)
+    quoted = [any(names(reply, v) for v in stated(result)) for result in r.results if stated(result)]
+    return sum(quoted) / len(quoted) if quoted else 1.0
+
+
+def stated(text: str) -> set[str]:
+    """Numbers and names in a text; in JSON every quoted string counts as well."""
+    return set(_NUMBER.findall(text)) | set(_NAME.findall(text)) | set(re.findall(r'": "([^"]{1,80})"', text))
+
+
+def faithfulness(reply: str, r: Reply) -> float:
+    """Share of the values stated in the reply that the conversation or a tool result holds; 1 where it states none."""
+    values = set(_NUMBER.findall(reply)) | set(_NAME.findall(reply))
+    known = "\n".join([r.context, *r.results])
+    return sum(names(known, v) for v in values) / len(values) if values else 1.0
+
+
+def score_episodes(episodes: Sequence[Episode], judge: RulesJudge, cfg: RewardConfig, failure_score: float = 0.0) -> None:
+    """Fill in every episode's rewards: the rules first, then one batch to the judge where its rating counts."""
+    weights = {k: getattr(cfg.weights, k) for k in WEIGHTS}
+    for e in episodes:
+        e.rewards = score_turns(e.turns, e.task.allowed_tools, e.task.gold_calls, weights=weights,
+                                parallel_rule=cfg.parallel_rule)
+    asked = [e for e in episodes if wants_judge(e.rewards, cfg.no_call_reply)]
+    ratings = judge.rate([Reply("\n".join(str(m.get("content") or "") for m in e.task.messages),
+                                [text for role, text in e.turns if role == "tool"], e.rewards.final_reply,
+                                e.task.facts) for e in asked])
+    rated = {id(e): failure_score if rating is None else rating for e, rating in zip(asked, ratings, strict=True)}
+    for e in episodes:
+        e.rewards = with_summary(e.rewards, rated.get(id(e)), (cfg.mix.process, cfg.mix.summary), cfg.no_call_penalty,
+                                 cfg.no_call_reply)

@@ -1,0 +1,168 @@
+"""The multi-turn loop: the policy writes a turn, the simulator answers its calls, until it replies or meets a limit.
+
+All running episodes take their turns together, so decoding stays batched and the calls of a round reach the simulator
+at once. Everything about a token (id, mask, log-probability) is written down when the token comes to be; model text is
+decoded to be read, never encoded again. The KV cache is kept across turns.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from slca import chat
+from slca.config import Config
+from slca.data.task import Task
+from slca.model import Policy
+from slca.rewards import HierR, parse_blocks
+from slca.sampler import Row, Sampler, row_stream
+from slca.segments import segment_labels
+from slca.simulator import Simulator, error_text, is_error
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass
+class Episode:
+    """One rollout. ids, labels, policy_mask and logprobs are aligned, prompt included; a turn is (role, text).
+
+    labels: 0 ignored, 1 tool, 2 summary. policy_mask: 1 where the policy sampled the token. logprobs: of the sampled
+    tokens, 0 elsewhere. status: answered | turn_limit | length_limit | tool_overflow | malformed.
+    """
+
+    task: Task
+    group: int
+    member: int
+    ids: list[int]
+    prompt_length: int
+    policy_mask: list[int]
+    logprobs: list[float]
+    labels: list[int] = field(default_factory=list)
+    open_call: list[int] = field(default_factory=list)  # 1 on the tokens of a turn that opens a call
+    turns: list[tuple[str, str]] = field(default_factory=list)
+    status: str = ""
+    tool_turns: int = 0
+    calls: int = 0  # answered by the simulator
+    call_errors: int = 0  # of them, and malformed blocks: answered by an error observation
+    calls_cut: int = 0  # beyond the limit of a turn, not executed
+    rewards: HierR | None = None
+
+    @property
+    def response_length(self) -> int:
+        return len(self.ids) - self.prompt_length
+
+    def append(self, ids: Sequence[int], logprobs: Sequence[float] | None, open_call: bool = False) -> None:
+        """Tokens come to be: sampled ones with their log-probabilities, injected ones with None."""
+        self.ids += ids
+        self.policy_mask += [0 if logprobs is None else 1] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+        self.open_call += [int(open_call)] * len(ids)
+
+    def finish(self, status: str, rule: str) -> None:
+        self.status = status
+        mask, opened = (torch.tensor([row]) for row in (self.policy_mask, self.open_call))
+        self.labels = segment_labels(mask, rule, opened.bool())[0].tolist()
+        lengths = {len(self.ids), len(self.labels), len(self.policy_mask), len(self.logprobs)}
+        assert len(lengths) == 1, f"per-token records of unequal length: {lengths}"
+
+
+def run_turn(text: str, tools: list[dict], simulator: Simulator, max_calls: int) -> tuple[list[str], int, int, bool]:
+    """Answer the calls of one assistant turn -> (results, how many are errors, calls cut off, malformed).
+
+    A block that is no JSON, or a tag without its partner, is malformed; it gets an error observation. An element that
+    is no valid call gets the simulator's. No call at all: no results.
+    """
+    parsed = parse_blocks(text)
+    elements: list[object] = [e for block in parsed.blocks for e in ([None] if block is None else block)]
+    unpaired = max(parsed.n_open, parsed.n_close) > len(parsed.blocks)
+    malformed = unpaired or any(block is None for block in parsed.blocks)
+    results = [error_text("a tool call must be JSON between <tool_call> and </tool_call>") if e is None
+               else simulator.respond(e, tools) for e in elements[:max_calls]]
+    if unpaired and not elements:
+        results = [error_text("a tool call must stand between <tool_call> and </tool_call>")]
+    return results, sum(map(is_error, results)), max(0, len(elements) - max_calls), malformed
+
+
+def shorten(result: str, limit: int) -> str:
+    """A result over `limit` characters keeps its two ends around a marker (method: first and last half)."""
+    if len(result) <= limit:
+        return result
+    half = limit // 2
+    return f"{result[:half]}...(truncated)...{result[len(result) - half:]}"
+
+
+def rollout(policy: Policy, tokenizer, tasks: Sequence[Task], simulator: Simulator, cfg: Config, group_size: int,
+            key: tuple[int, ...], temperature: float, max_response_tokens: int | None = None,
+            prompts: Sequence[list[int]] | None = None, sampler: Sampler | None = None) -> list[Episode]:
+    """`group_size` episodes a task, members of a group adjacent.
+
+    key: (seed, step); with the task's index and the member's number it fixes each row's random stream. prompts: the
+    tasks' rendered ids where they are at hand. temperature 0 is greedy.
+    """
+    limit = cfg.rollout.max_response_tokens if max_response_tokens is None else max_response_tokens
+    prompts = prompts or [chat.render(t.messages, t.tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
+    sampler = sampler or make_sampler(policy, tokenizer, cfg, group_size, len(tasks), max(map(len, prompts)) + limit,
+                                      temperature)
+    episodes: list[Episode] = []
+    for g, (task, ids) in enumerate(zip(tasks, prompts, strict=True)):
+        episodes += [Episode(task, g, m, list(ids), len(ids), [0] * len(ids), [0.0] * len(ids),
+                             open_call=[0] * len(ids)) for m in range(group_size)]
+    waiting, live = list(range(len(tasks))), {}
+    while waiting or live:
+        take = waiting[:sampler.free // group_size]
+        waiting = waiting[len(take):]
+        if take:
+            streams = [[row_stream(*key, g, m).random(limit, np.float32) for m in range(group_size)] for g in take]
+            for g, rows in zip(take, sampler.admit([prompts[g] for g in take], streams), strict=True):
+                live |= {row: episodes[g * group_size + m] for m, row in enumerate(rows)}
+        rows = list(live)
+        # with prompts waiting, freed rows are refilled before the last row of this round has stopped
+        leave = max(group_size, len(rows) // 2) if waiting else None
+        feed: dict[Row, list[int]] = {}
+        for row in sampler.decode(rows, [limit - live[row].response_length for row in rows], leave):
+            ids = _after_turn(row, live[row], tokenizer, simulator, cfg, limit)
+            if ids is None:
+                del live[row]
+                sampler.release([row])
+            else:
+                feed[row] = ids
+        if feed:
+            sampler.feed(list(feed), list(feed.values()))
+    return episodes
+
+
+def make_sampler(policy: Policy, tokenizer, cfg: Config, group_size: int, groups: int, max_len: int,
+                 temperature: float) -> Sampler:
+    """Cache rows for all episodes, or as many whole groups as `rollout.max_rows` allows (at least one)."""
+    slots = group_size * max(1, min(groups, cfg.rollout.max_rows // group_size))
+    stops = (CALL_CLOSE,) if cfg.chat.parallel == "list" else ()
+    return Sampler(policy, slots, max_len, temperature, tokenizer.stop_ids, stops, tokenizer)
+
+
+def _after_turn(row: Row, episode: Episode, tokenizer, simulator: Simulator, cfg: Config, limit: int) -> list[int] | None:
+    """Record a sampled turn; -> the ids to go on with (recorded too), or None where the episode ends."""
+    turn, rule, bounds = row.fresh, cfg.advantage.segmenter, cfg.rollout
+    text = tokenizer.decode(turn.ids)
+    for stop in (tokenizer.decode([i]) for i in tokenizer.stop_ids):
+        text = text.removesuffix(stop)
+    episode.append(turn.ids, turn.logprobs, CALL_OPEN in text)
+    episode.turns.append(("assistant", text))
+    if not turn.stopped:
+        return episode.finish("length_limit", rule)
+    results, errors, cut, malformed = run_turn(text, episode.task.tools, simulator, bounds.max_calls_per_turn)
+    if not results or malformed and bounds.malformed_call == "stop":
+        return episode.finish("malformed" if malformed else "answered", rule)
+    assistant_turns = sum(role == "assistant" for role, _ in episode.turns)
+    if assistant_turns >= bounds.max_assistant_turns or episode.tool_turns >= bounds.max_tool_turns:
+        return episode.finish("turn_limit", rule)
+    results = [shorten(r, bounds.max_tool_chars) for r in results]
+    ids = chat.tool_turn(results, tokenizer, closed=turn.ids[-1] == tokenizer.token_to_id(chat.END))
+    if episode.response_length + len(ids) >= limit:  # the result is rolled back whole, the record ends on the call
+        return episode.finish("tool_overflow", rule)
+    episode.append(ids, None)
+    episode.turns += [("tool", r) for r in results]
+    episode.tool_turns, episode.calls = episode.tool_turns + 1, episode.calls + len(results)
+    episode.call_errors, episode.calls_cut = episode.call_errors + errors, episode.calls_cut + cut
+    return ids

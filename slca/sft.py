@@ -1,0 +1,85 @@
+"""Supervised stage: rows from demonstrations, the curriculum, the learning-rate schedule, one optimiser step.
+
+The assistant's own tokens, stops included, weigh 1; prompt and tool tokens weigh `prompt_loss_weight`, because a
+little language modelling on them is what makes copying come early in a small model.
+"""
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from slca import chat
+from slca.config import SFTConfig
+from slca.data.task import Task
+from slca.data.world import World
+from slca.learner import micro_batches, optimizer_step, pad, set_rate, token_logprobs
+from slca.model import Policy
+
+
+@dataclass
+class Row:
+    """A demonstration as ids with one loss weight each."""
+
+    ids: list[int]
+    weights: list[float]
+
+
+def demonstration_row(task: Task, tokenizer, parallel: str, prompt_weight: float, max_tokens: int) -> Row:
+    """ids exactly as a rollout would build them: prompt, then assistant turns and tool turns, cut at max_tokens.
+
+    Raises ValueError where the task has no demonstration or it does not begin with the assistant.
+    """
+    if not task.demonstration or task.demonstration[0]["role"] != "assistant":
+        raise ValueError(f"task {task.id}: a demonstration that begins with an assistant message was expected")
+    ids = chat.render(task.messages, task.tools, tokenizer, parallel=parallel)
+    weights, results = [prompt_weight] * len(ids), []
+    for i, message in enumerate(task.demonstration):
+        if message["role"] == "tool":
+            results.append(message["content"])
+            if i + 1 == len(task.demonstration) or task.demonstration[i + 1]["role"] != "tool":
+                glue = chat.tool_turn(results, tokenizer, closed=ids[-1] == tokenizer.token_to_id(chat.END))
+                ids, weights, results = ids + glue, weights + [prompt_weight] * len(glue), []
+        else:
+            turn = chat.assistant_target(message, tokenizer, parallel)
+            ids, weights = ids + turn, weights + [1.0] * len(turn)
+    return Row(ids[:max_tokens], weights[:max_tokens])
+
+
+def curriculum_task(world: World, index: int, progress: float) -> Task:
+    """Task for progress in [0, 1) through the easy phase: mostly one call, tools growing one by one; 1: the full mix."""
+    if progress >= 1:
+        return world.task(index)
+    tools = min(world.tools_per_task, 1 + int(world.tools_per_task * progress))
+    easy = random.Random(f"curriculum/{index}").random() < 0.85
+    return world.task(index, "single" if easy else None, tools)
+
+
+def rate_share(step: int, warmup: int, decay_from: int | None, decay_steps: int) -> float:
+    """Share of the peak learning rate: linear warm-up, flat, and from `decay_from` on linear to nought."""
+    share = min(1.0, (step + 1) / max(1, warmup))
+    if decay_from is not None and step >= decay_from:
+        share *= max(0.0, 1 - (step - decay_from) / max(1, decay_steps))
+    return share
+
+
+def sft_step(policy: Policy, optimizers: list, rows: list[Row], share: float, cfg: SFTConfig, vocabulary: int,
+             precision: str, token_budget: int) -> dict[str, float]:
+    """One update on rows: mean of weight * nll over the step's whole weight, whatever the micro-batches."""
+    total = sum(sum(r.weights[1:]) for r in rows)  # the first token of a row is predicted by nothing
+    loss_sum = 0.0
+    for batch in micro_batches([len(r.ids) for r in rows], token_budget):
+        ids = pad([rows[i].ids for i in batch]).to(policy.device)
+        weights = pad([rows[i].weights for i in batch], dtype=torch.float32).to(policy.device)
+        weights[:, 0] = 0
+        logp = token_logprobs(policy, ids, weights > 0, vocabulary, precision=precision)
+        loss = -(weights * logp).sum() / total
+        if not torch.isfinite(loss):
+            raise FloatingPointError(f"SFT loss {loss.item()}")
+        loss.backward()
+        loss_sum += loss.item()
+    set_rate(optimizers, share)
+    norm = optimizer_step(policy, optimizers, cfg.grad_clip)
+    return {"sft_loss": loss_sum, "sft_grad_norm": norm, "lr": optimizers[0].param_groups[0]["lr"],
+            "sft_tokens": sum(w == 1 for r in rows for w in r.weights)}
