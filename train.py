@@ -24,19 +24,19 @@ from slca.advantages import Advantages, grpo_advantages, slca_advantages
 from slca.config import Config, ConfigError, describe, load_config, save_config
 from slca.data import DataError, Task, load_tasks
 from slca.data.vocabulary import world_tokenizer
-from slca.data.world import World
 from slca.evaluation.metrics import metrics, values_right
-from slca.evaluation.toucan import evaluate
+from slca.evaluation.toucan import evaluate, world_split
 from slca.judge import RulesJudge, score_episodes
 from slca.learner import Batch, all_logprobs, optimizers, policy_update, set_rate
 from slca.model import ModelConfig, Policy, new_policy
 from slca.report import RunLog, console_line, final_table, write_report
 from slca.rollout import Episode, make_sampler, rollout
-from slca.sft import curriculum_task, demonstration_row, rate_share, sft_step
+from slca.sft import Row, curriculum_task, demonstration_row, rate_share, sft_step
 from slca.simulator import Simulator
 from slca.tokenizer import load_tokenizer
 from slca.weights import load_policy, save_policy
 
+POOL_STEPS = 8  # SFT steps whose rows are drawn together and sorted by length
 RL_TASKS = 10_000_000  # the world's RL prompts are numbered from here, apart from every demonstration
 
 
@@ -111,10 +111,8 @@ class Run:
                      else cosine_share(step, limit, sft.warmup_ratio))
             if share <= 0:
                 break
-            rows = [demonstration_row(t, self.tokenizer, cfg.chat.parallel, sft.prompt_loss_weight, sft.max_tokens)
-                    for t in self.tasks.demonstrations(step)]
-            found_metrics = sft_step(self.policy, found, rows, share, sft, self.tokenizer.size, cfg.rl.precision,
-                                     cfg.rl.micro_batch_tokens)
+            found_metrics = sft_step(self.policy, found, self.tasks.demonstrations(step), share, sft,
+                                     self.tokenizer.size, cfg.precision, cfg.micro_batch_tokens)
             if sft.scheduler == "gated" and (step + 1) % sft.gate_every == 0:
                 copied = values_right(self.evaluate(self.tasks.validation).episodes)
                 found_metrics["sft_copy"] = copied
@@ -195,17 +193,14 @@ class Run:
 
     def finish(self) -> None:
         self.write_summary()
-        s = self.summary
-        print(final_table(s.get("before"), s.get("after_sft"), s.get("after_rl"), s.get("after_sft_sampled"),
-                          s.get("after_rl_sampled")))
-        print(f"{s['wall_s'] / 60:.1f} minutes, {peak_memory_gb():.1f} GB; see {write_report(self.folder)}")
+        print(final_table(self.summary))
+        print(f"{self.summary['wall_s'] / 60:.1f} minutes, {peak_memory_gb():.1f} GB; see {write_report(self.folder)}")
 
     def dry_run(self) -> None:
         """The first supervised and the first RL batch, decoded with labels, and what they take."""
         cfg = self.cfg
         if cfg.sft.enabled:
-            row = demonstration_row(self.tasks.demonstrations(0)[0], self.tokenizer, cfg.chat.parallel,
-                                    cfg.sft.prompt_loss_weight, cfg.sft.max_tokens)
+            row = self.tasks.demonstrations(0)[0]
             print(f"\nfirst demonstration, {len(row.ids)} tokens (loss weight before each stretch):")
             print(stretches(row.ids, row.weights, self.tokenizer))
         if cfg.rl.enabled:
@@ -240,12 +235,9 @@ class Tasks:
 
     def __init__(self, cfg: Config, tokenizer):
         self.cfg, self.tokenizer, d = cfg, tokenizer, cfg.data
-        self.train = self.sft = self.world = None
+        self.train = self.sft = self.world = self.pool = None
         if d.kind == "world":
-            mix = {k: getattr(d.mix, k) for k in ("single", "parallel", "dependent", "history", "no_call")}
-            self.world, validation, heldout = (
-                World(split, cfg.seed, mix, d.flaws if split == "train" else None, d.tools_per_task,
-                      cfg.simulator.seed) for split in ("train", "validation", "heldout"))
+            self.world, validation, heldout = (world_split(cfg, s) for s in ("train", "validation", "heldout"))
             self.validation, self.heldout = validation.tasks(d.validation_tasks), heldout.tasks(d.eval_tasks)
             self.rl_prompts = 0
             return
@@ -279,21 +271,32 @@ class Tasks:
     def curriculum_steps(self) -> int:
         return int(self.cfg.sft.curriculum_fraction * self.sft_steps()) if self.world else 0
 
-    def demonstrations(self, step: int) -> list[Task]:
-        n = self.cfg.sft.rows_per_step
-        if self.world:
-            progress = step / max(1, self.curriculum_steps())
-            return [curriculum_task(self.world, step * n + i, progress) for i in range(n)]
-        return self._slice(self.sft, step, n)
+    def demonstrations(self, step: int) -> list[Row]:
+        """Rows of an SFT step. Eight steps share a pool that is sorted by length: little padding, half the time."""
+        pool, at = divmod(step, POOL_STEPS)
+        if self.pool != pool:
+            sft, n = self.cfg.sft, self.cfg.sft.rows_per_step
+            first, size = pool * POOL_STEPS * n, POOL_STEPS * n
+            if self.world:
+                progress = pool * POOL_STEPS / max(1, self.curriculum_steps())
+                tasks = [curriculum_task(self.world, i, progress) for i in range(first, first + size)]
+            else:
+                tasks = self._slice(self.sft, first, size)
+            rows = sorted((demonstration_row(t, self.tokenizer, self.cfg.chat.parallel, sft.prompt_loss_weight,
+                                             sft.max_tokens) for t in tasks), key=lambda row: len(row.ids))
+            steps = [rows[i:i + n] for i in range(0, size, n)]
+            random.Random(f"{self.cfg.seed}/{pool}").shuffle(steps)
+            self.pool, self.rows = pool, steps
+        return self.rows[at]
 
     def prompts(self, step: int) -> list[Task]:
         n = self.cfg.rl.prompts_per_step
-        return self.world.tasks(n, RL_TASKS + step * n) if self.world else self._slice(self.train, step, n)
+        return self.world.tasks(n, RL_TASKS + step * n) if self.world else self._slice(self.train, step * n, n)
 
-    def _slice(self, tasks: list[Task], step: int, n: int) -> list[Task]:
-        """Rows [step * n, step * n + n) of an endless stream: the tasks shuffled anew each epoch."""
+    def _slice(self, tasks: list[Task], first: int, n: int) -> list[Task]:
+        """n tasks from number `first` on of an endless stream: the list shuffled anew each epoch."""
         found = []
-        for i in range(step * n, step * n + n):
+        for i in range(first, first + n):
             epoch, at = divmod(i, len(tasks))
             found.append(tasks[random.Random(f"{self.cfg.seed}/{epoch}").sample(range(len(tasks)), len(tasks))[at]])
         return found
@@ -387,7 +390,7 @@ def peak_memory_gb() -> float:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="settings:\n" + describe())
+                                     epilog="settings:\n" + describe().replace("%", "%%"))
     parser.add_argument("--config", nargs="+", metavar="F.yaml", help="files merged left to right over the defaults")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="a.b=c", help="settings by name")
     parser.add_argument("--out", default=time.strftime("runs/%Y%m%d-%H%M%S"), help="the run's folder")

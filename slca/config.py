@@ -51,7 +51,7 @@ class Flaws:
 
     serial: float = d(0.6, "Parallel calls are made one a turn instead of together.", **FRACTION)
     drop_result: float = d(0.6, "The reply leaves out one of the results.", **FRACTION)
-    misquote: float = d(0.3, "The reply states a wrong value for a result.", **FRACTION)
+    misquote: float = d(0.15, "The reply states a wrong value for a result.", **FRACTION)
     stop_after_first: float = d(0.3, "A dependent task stops after its first call.", **FRACTION)
     omit: float = d(0.08, "The reply is given without the calls it needs.", **FRACTION)
     omit_family: float = d(0.6, "The same, in the tool families where this is the habit.", **FRACTION)
@@ -213,8 +213,6 @@ class RLConfig:
     weight_decay: float = d(0.0, "Decoupled weight decay.", lo=0)
     betas: tuple[float, float] = d((0.9, 0.999), "AdamW's decay rates.", lo=0, below=1)
     grad_clip: float = d(1.0, "Largest gradient norm of an update.", above=0)
-    micro_batch_tokens: int = d(8192, "Padded tokens of one forward and backward pass; memory, not results.", lo=1)
-    precision: Literal["fp32", "bf16"] = d("fp32", "Compute type of the learner; weights and optimiser stay float32.")
 
     @property
     def rollouts_per_step(self) -> int:
@@ -254,6 +252,8 @@ class LogConfig:
 class Config:
     seed: int = d(0, "Seed of everything that is drawn in the run.")
     threads: int = d(0, "CPU threads a rank; 0: the cores divided by the local ranks.", lo=0)
+    precision: Literal["fp32", "bf16"] = d("fp32", "Compute type of the learner, SFT and RL alike; weights and optimiser stay float32.")
+    micro_batch_tokens: int = d(8192, "Padded tokens of one forward and backward pass; memory, not results.", lo=1)
     model: PolicyConfig = d(PolicyConfig, "The policy.")
     data: DataConfig = d(DataConfig, "The tasks.")
     chat: ChatConfig = d(ChatConfig, "The dialogue form.")

@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING
 from slca.config import RewardConfig
 from slca.rewards import RATINGS, WEIGHTS, score_turns, wants_judge, with_summary
 from slca.sampler import row_stream
+from slca.simulator import names
 
 if TYPE_CHECKING:
     from slca.rollout import Episode
 
 STEPS = list(RATINGS)  # very poor ... excellent
 _CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|$)", re.DOTALL)
-_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?!\w)")
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?!\w|\.\d)")
+_WORD = re.compile(r"\w+(?:\.\d+)*")
+_QUOTED = re.compile(r'": "([^"]{1,80})"')
+MAX_QUOTED = 64  # strings of a result that are looked for in a reply, so that the time stays linear
 _NAME = re.compile(r"(?<![.!?]\s)(?<!^)(?<!\n)\b[A-Z][a-z]+\b")  # a capitalised word that opens no sentence
 
 
@@ -63,32 +67,37 @@ def rating_step(r: Reply) -> int:
     return int(4 * coverage(reply, r) * faithfulness(reply, r) + 0.5)
 
 
-def names(text: str, value: str) -> bool:
-    """Does the text name the value, as a whole word, whatever its case?"""
-    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE) is not None
-
-
-def coverage(reply: str, r: Reply) -> float:
-    """Share of the asked facts in the reply; where none are known, of the results it quotes some value of."""
-    if r.facts:
-        return sum(names(reply, fact) for fact in r.facts) / len(r.facts)
-    quoted = [any(names(reply, v) for v in stated(result)) for result in r.results if stated(result)]
-    return sum(quoted) / len(quoted) if quoted else 1.0
+def words(text: str) -> set[str]:
+    return {w.lower() for w in _WORD.findall(text)}
 
 
 def stated(text: str) -> set[str]:
-    """Numbers and names in a text; in JSON every quoted string counts as well."""
-    return set(_NUMBER.findall(text)) | set(_NAME.findall(text)) | set(re.findall(r'": "([^"]{1,80})"', text))
+    """Numbers and names in a text, in lower case. Each is one word."""
+    return {v.lower() for v in _NUMBER.findall(text) + _NAME.findall(text)}
+
+
+def coverage(reply: str, r: Reply) -> float:
+    """Share of the asked facts in the reply; where none are known, of the results it quotes some value of.
+
+    A result's values are its numbers and names, and in JSON its quoted strings.
+    """
+    if r.facts:
+        return sum(names(reply, fact) for fact in r.facts) / len(r.facts)
+    said = words(reply)
+    values = [(stated(result), _QUOTED.findall(result)[:MAX_QUOTED]) for result in r.results]
+    quoted = [bool(words_ & said) or any(names(reply, s) for s in strings) for words_, strings in values
+              if words_ or strings]
+    return sum(quoted) / len(quoted) if quoted else 1.0
 
 
 def faithfulness(reply: str, r: Reply) -> float:
     """Share of the values stated in the reply that the conversation or a tool result holds; 1 where it states none."""
-    values = set(_NUMBER.findall(reply)) | set(_NAME.findall(reply))
-    known = "\n".join([r.context, *r.results])
-    return sum(names(known, v) for v in values) / len(values) if values else 1.0
+    values = stated(reply)
+    return len(values & words("\n".join([r.context, *r.results]))) / len(values) if values else 1.0
 
 
-def score_episodes(episodes: Sequence[Episode], judge: RulesJudge, cfg: RewardConfig, failure_score: float = 0.0) -> None:
+def score_episodes(episodes: Sequence[Episode], judge: RulesJudge, cfg: RewardConfig,
+                   failure_score: float = 0.0) -> None:
     """Fill in every episode's rewards: the rules first, then one batch to the judge where its rating counts."""
     weights = {k: getattr(cfg.weights, k) for k in WEIGHTS}
     for e in episodes:

@@ -144,10 +144,10 @@ class Batch:
 def all_logprobs(policy: Policy, batch: Batch, vocabulary: int, cfg: Config) -> Tensor:
     """Log-probabilities of all policy tokens under `policy`, float32 [B,T], 0 elsewhere."""
     out = torch.zeros_like(batch.logprobs)
-    for rows in micro_batches(batch.lengths, cfg.rl.micro_batch_tokens):
+    for rows in micro_batches(batch.lengths, cfg.micro_batch_tokens):
         width = max(batch.lengths[i] for i in rows)
         out[rows, :width] = token_logprobs(policy, batch.ids[rows, :width], batch.policy_mask[rows, :width] == 1,
-                                           vocabulary, cfg.rollout.temperature, cfg.rl.precision)
+                                           vocabulary, cfg.rollout.temperature, cfg.precision)
     return out
 
 
@@ -169,19 +169,19 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
     work = [i for i in rows if loss_cfg.kl_coef > 0 or bool(batch.advantages[i].any())]
     sums = dict.fromkeys(("loss", "kl", "clip_fraction", "dual_clip_fraction", "approx_kl", "logprob_gap"), 0.0)
     widest, tokens = 0.0, 0
-    for part in micro_batches([batch.lengths[i] for i in work], rl.micro_batch_tokens):
+    for part in micro_batches([batch.lengths[i] for i in work], cfg.micro_batch_tokens):
         part = [work[i] for i in part]
         width = max(batch.lengths[i] for i in part)
         ids, mask, labels, stored, advantages = (t[part, :width] for t in (
             batch.ids, batch.policy_mask, batch.labels, batch.logprobs, batch.advantages))
-        logp = token_logprobs(policy, ids, mask == 1, vocabulary, cfg.rollout.temperature, rl.precision)
+        logp = token_logprobs(policy, ids, mask == 1, vocabulary, cfg.rollout.temperature, cfg.precision)
         old = logp.detach() if batch.old is None else batch.old[part, :width]
         result = policy_loss(logp, old, advantages, mask, loss_cfg.clip_low, loss_cfg.clip_high, loss_cfg.dual_clip,
                              loss_cfg.aggregation, norm_length, labels=labels, **counts)
         loss = result.loss
         if loss_cfg.kl_coef > 0:
             with torch.no_grad():
-                ref = token_logprobs(reference, ids, mask == 1, vocabulary, cfg.rollout.temperature, rl.precision)
+                ref = token_logprobs(reference, ids, mask == 1, vocabulary, cfg.rollout.temperature, cfg.precision)
             kl = kl_loss(logp, ref, mask, loss_cfg.kl_kind, loss_cfg.aggregation, norm_length, labels=labels, **counts)
             loss = loss + loss_cfg.kl_coef * kl.loss
             sums["kl"] += float(kl.token_kl.sum())

@@ -156,25 +156,28 @@ STAGES = {"before": "before", "after_sft": "after SFT", "after_rl": "after RL",
           "after_sft_sampled": "SFT, sampled", "after_rl_sampled": "RL, sampled"}
 
 
-def _table_rows(stages: Mapping[str, Mapping | None]) -> list[list[str]]:
-    """Header and one row a metric, as text, for the stages that are there."""
-    there = {name: values for name, values in stages.items() if values}
+def _table_rows(columns: Mapping[str, Mapping | None]) -> list[list[str]]:
+    """Header and one row a metric, as text; a column without metrics is left out."""
+    there = {title: values for title, values in columns.items() if values}
 
     def cell(key: str, value: Any) -> str:
         return "-" if value is None else f"{value:.0f}" if key == "n" else f"{value:.3f}"
-    return [["", *(STAGES[name] for name in there)],
+    return [["", *there],
             *([title, *(cell(key, values.get(key)) for values in there.values())] for key, title in TABLE)]
 
 
-def final_table(before: Mapping | None, after_sft: Mapping | None, after_rl: Mapping | None,
-                after_sft_sampled: Mapping | None = None, after_rl_sampled: Mapping | None = None) -> str:
-    """The run's evaluations side by side as aligned text; stages that did not run (None) are left out."""
-    rows = _table_rows({"before": before, "after_sft": after_sft, "after_rl": after_rl,
-                        "after_sft_sampled": after_sft_sampled, "after_rl_sampled": after_rl_sampled})
+def metrics_table(columns: Mapping[str, Mapping | None]) -> str:
+    """Evaluations side by side as aligned text: column title -> its metrics, None where there are none."""
+    rows = _table_rows(columns)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
              for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def final_table(summary: Mapping) -> str:
+    """The evaluations of a run's summary.json side by side; stages that did not run are left out."""
+    return metrics_table({title: summary.get(name) for name, title in STAGES.items()})
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -341,7 +344,7 @@ def write_report(folder: str | Path, summary: Mapping | None = None, config: str
                                           ("advantage_summary", "summary tokens", "summ")]),
         chart("Supervised loss", "Loss on the demonstrations before RL. A plateau, then a drop, is copying being "
               "learnt.", rows, [("sft_loss", "loss", "ink")], phase="sft")])
-    header, *body = _table_rows({name: summary.get(name) for name in STAGES})
+    header, *body = _table_rows({title: summary.get(name) for name, title in STAGES.items()})
     table = "<p class=none>No evaluation has been written yet.</p>"
     if len(header) > 1:
         lines = ["".join(f"<th>{esc(cell)}</th>" for cell in header),

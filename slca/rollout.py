@@ -121,7 +121,9 @@ def rollout(policy: Policy, tokenizer, tasks: Sequence[Task], simulator: Simulat
         # with prompts waiting, freed rows are refilled before the last row of this round has stopped
         leave = max(group_size, len(rows) // 2) if waiting else None
         feed: dict[Row, list[int]] = {}
-        for row in sampler.decode(rows, [limit - live[row].response_length for row in rows], leave):
+        # a row the last round left in the middle of its turn has drawn tokens that its episode does not hold yet
+        budgets = [limit - live[row].response_length - len(row.fresh.ids) for row in rows]
+        for row in sampler.decode(rows, budgets, leave):
             ids = _after_turn(row, live[row], tokenizer, simulator, cfg, limit)
             if ids is None:
                 del live[row]
@@ -141,7 +143,8 @@ def make_sampler(policy: Policy, tokenizer, cfg: Config, group_size: int, groups
     return Sampler(policy, slots, max_len, temperature, tokenizer.stop_ids, stops, tokenizer)
 
 
-def _after_turn(row: Row, episode: Episode, tokenizer, simulator: Simulator, cfg: Config, limit: int) -> list[int] | None:
+def _after_turn(row: Row, episode: Episode, tokenizer, simulator: Simulator, cfg: Config,
+                limit: int) -> list[int] | None:
     """Record a sampled turn; -> the ids to go on with (recorded too), or None where the episode ends."""
     turn, rule, bounds = row.fresh, cfg.advantage.segmenter, cfg.rollout
     text = tokenizer.decode(turn.ids)

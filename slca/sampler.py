@@ -60,6 +60,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, 
         # strictly below the top, so that neither a token of probability 0 nor one past the end can be hit
         point = torch.minimum(uniforms[:, None] * top, torch.nextafter(top, torch.zeros_like(top)))
         token = torch.searchsorted(cdf, point, right=True).squeeze(1)
+        token = token.clamp(max=logits.shape[1] - 1)  # NaN sorts past the end
     return token, logp.gather(1, token[:, None]).squeeze(1)
 
 
@@ -68,8 +69,8 @@ class Sampler:
 
     def __init__(self, policy: Policy, slots: int, max_len: int, temperature: float = 1.0,
                  stop_ids: Sequence[int] = (), stop_strings: Sequence[str] = (), tokenizer=None):
-        if temperature < 0:
-            raise ValueError(f"temperature {temperature}: must be 0 (greedy) or more")
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature {temperature}: must be 0 (greedy) or more, and finite")
         if stop_strings and tokenizer is None:
             raise ValueError("stop_strings need a tokenizer")
         self.policy, self.temperature, self.tokenizer = policy, temperature, tokenizer
@@ -89,7 +90,7 @@ class Sampler:
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], uniforms: Sequence[Sequence[np.ndarray]]) -> list[list[Row]]:
-        """Prefill each prompt once and give every member of its group a row. uniforms: [prompt][member] -> [max_new]."""
+        """Prefill each prompt once, give every member of its group a row. uniforms: [prompt][member] -> [max_new]."""
         slots = [s for s, row in enumerate(self.owner) if row is None]
         if sum(map(len, uniforms)) > len(slots):
             raise ValueError(f"{sum(map(len, uniforms))} rows asked for, {len(slots)} are free")
@@ -155,6 +156,8 @@ class Sampler:
             logits = F.linear(self.state[:len(live)], self.policy.head[:self.vocabulary])
             token, logp = draw(logits, uniforms, self.temperature)
             stopped = []
+            if not torch.isfinite(logp).all():
+                raise FloatingPointError("a sampled log-probability is not finite, so the policy's weights are not")
             for row, i, lp in zip(live, token.tolist(), logp.tolist(), strict=True):
                 row.fresh.ids.append(i)
                 row.fresh.logprobs.append(lp)
@@ -176,11 +179,11 @@ class Sampler:
 
     def _ends(self, ids: list[int]) -> bool:
         """Does the text end in a stop string that is no single token? Only a tail is decoded."""
-        longest = max(map(len, self.stop_strings))
+        longest = max(len(s.encode()) for s in self.stop_strings)  # a token may be a single byte
         tail = self.tokenizer.decode(ids[-longest - 4:])
         return any(s in tail for s in self.stop_strings)
 
-    # ------------------------------------------------------------------- live rows stand in front, as views of the cache
+    # ------------------------------------------------------------------ live rows stand in front, as views of the cache
     def _to_front(self, rows: Sequence[Row]) -> None:
         wanted = {id(row) for row in rows}
         vacant = [s for s in range(len(rows)) if id(self.owner[s]) not in wanted]

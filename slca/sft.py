@@ -48,7 +48,7 @@ def demonstration_row(task: Task, tokenizer, parallel: str, prompt_weight: float
 
 
 def curriculum_task(world: World, index: int, progress: float) -> Task:
-    """Task for progress in [0, 1) through the easy phase: mostly one call, tools growing one by one; 1: the full mix."""
+    """Task for progress in [0, 1) through the easy phase: mostly one call, tools growing in number; 1: the full mix."""
     if progress >= 1:
         return world.task(index)
     tools = min(world.tools_per_task, 1 + int(world.tools_per_task * progress))

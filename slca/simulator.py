@@ -4,18 +4,22 @@ The check needs no model: an unknown tool, arguments that are no JSON object, a 
 or a value outside an enum become an error observation that says which. A valid call goes to the responder; here the
 rules: the embedded world's own tools, and for any other tool values drawn from a hash of (tool, canonical arguments,
 seed) within its output schema, or a sentence with such values where it has none. Stateless: the same call gives the
-same answer. `use_schema=False` is the paper's ablation without SGLS: no check, and answers that follow no schema.
+same answer, whatever the order of its arguments. `use_schema=False` is the paper's ablation without SGLS: no check,
+and answers that follow no schema.
 Left out: a language model as responder, and JSON Schema beyond what tools use ($ref, patterns, number ranges).
 """
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
 from collections.abc import Sequence
 
-from slca.data.families import BY_NAME, call_rng, draw
+from slca.data.families import BY_NAME, Family, call_rng, draw
 
 MAX_DEPTH = 32  # of schemas and arguments; deeper is reported, not followed
+MAX_NUMBER = 1e100  # beyond it (and NaN) a number is refused: Python cannot print integers of thousands of digits
 TYPES = {
     "string": lambda v: isinstance(v, str),
     "integer": lambda v: isinstance(v, int) and not isinstance(v, bool) or isinstance(v, float) and v.is_integer(),
@@ -52,10 +56,32 @@ def error_text(message: str) -> str:
     return json.dumps({"error": message}, ensure_ascii=False)
 
 
-def find_tool(name: str, tools: Sequence[dict]) -> dict | None:
+def functions(tools: Sequence[dict] | None) -> list[dict]:
+    """The function schemas of a tool list, with or without their OpenAI wrapping; what is no mapping is left out."""
+    found = (t.get("function", t) for t in tools or () if isinstance(t, dict))
+    return [f for f in found if isinstance(f, dict)]
+
+
+def find_tool(name: str, tools: Sequence[dict] | None) -> dict | None:
     """The function schema of that name, or None."""
-    functions = (t.get("function", t) for t in tools if isinstance(t, dict))
-    return next((f for f in functions if isinstance(f, dict) and f.get("name") == name), None)
+    return next((f for f in functions(tools) if f.get("name") == name), None)
+
+
+def plain(value: object, depth: int = 0) -> object:
+    """A JSON value in its one form: 2.0 is 2, as JSON has it. ValueError for what JSON or Python cannot write."""
+    if depth > MAX_DEPTH:
+        raise ValueError("are nested too deep")
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        return {k: plain(v, depth + 1) for k, v in value.items()}
+    if isinstance(value, list):
+        return [plain(v, depth + 1) for v in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not abs(value) <= MAX_NUMBER:
+            raise ValueError("hold a number out of range")
+        return int(value) if value == int(value) else value
+    if value is None or isinstance(value, str | bool):
+        return value
+    raise ValueError("are not valid JSON")
 
 
 def check_call(call: object, tools: Sequence[dict]) -> tuple[dict, str]:
@@ -67,7 +93,7 @@ def check_call(call: object, tools: Sequence[dict]) -> tuple[dict, str]:
         return {}, "a call needs a name"
     function = find_tool(name, tools)
     if function is None:
-        known = ", ".join(str(t.get("function", t).get("name")) for t in tools if isinstance(t, dict))
+        known = ", ".join(str(f.get("name")) for f in functions(tools))
         return {}, f"tool {name[:80]!r} not found; the tools are: {known}"
     arguments = next((a for a in (call.get("arguments"), call.get("parameters")) if a), {})
     if isinstance(arguments, str):
@@ -77,6 +103,10 @@ def check_call(call: object, tools: Sequence[dict]) -> tuple[dict, str]:
             return {}, f"the arguments of {name} are not valid JSON"
     if not isinstance(arguments, dict):
         return {}, f"the arguments of {name} must be a JSON object"
+    try:
+        arguments = plain(arguments)
+    except ValueError as error:
+        return {}, f"the arguments of {name} {error}"
     schema = function.get("parameters")
     error = violation(arguments, schema if isinstance(schema, dict) else {}, "")
     return ({}, f"{name}: {error}") if error else ({"name": name, "arguments": arguments}, "")
@@ -92,22 +122,23 @@ def violation(value: object, schema: dict, path: str, depth: int = 0) -> str:
             found = [violation(value, s, path, depth + 1) for s in schema[key] if isinstance(s, dict)]
             if found and all(found):
                 return found[0]
-    kinds = schema.get("type", [])
-    kinds = [k for k in ([kinds] if isinstance(kinds, str) else kinds) if k in TYPES]
+    kinds = known_types(schema)
     if kinds and not any(TYPES[k](value) for k in kinds):
         return f"{where} must be of type {' or '.join(kinds)}, not {json_type(value)}"
-    if isinstance(schema.get("enum"), list) and value not in schema["enum"]:
-        return f"{where} must be one of {json.dumps(schema['enum'], ensure_ascii=False)}"
+    allowed = allowed_values(schema)
+    if allowed is not None and not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
+        return f"{where} must be one of {json.dumps(allowed, ensure_ascii=False)}"
     if isinstance(value, dict):
         properties = schema.get("properties") if isinstance(schema.get("properties"), dict) else {}
         required = schema.get("required") if isinstance(schema.get("required"), list) else []
-        missing = [str(name) for name in required if name not in value]
+        missing = [f"{path}.{name}" if path else name for name in required
+                   if isinstance(name, str) and name not in value]
         if missing:
             return f"missing required argument{'s' * (len(missing) > 1)}: {', '.join(missing)}"
         if schema.get("additionalProperties") is False:
             extra = [name for name in value if name not in properties]
             if extra:
-                return f"unknown argument '{extra[0][:80]}'"
+                return f"unknown argument '{f'{path}.' if path else ''}{extra[0][:80]}'"
         for name, item in value.items():
             if isinstance(properties.get(name), dict):
                 error = violation(item, properties[name], f"{path}.{name}" if path else name, depth + 1)
@@ -121,6 +152,17 @@ def violation(value: object, schema: dict, path: str, depth: int = 0) -> str:
     return ""
 
 
+def known_types(schema: dict) -> list[str]:
+    """The JSON types a schema allows; [] where it names none that is known, so that any value will do."""
+    kinds = schema.get("type")
+    return [k for k in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(k, str) and k in TYPES]
+
+
+def allowed_values(schema: dict) -> list | None:
+    """The members of an enum, or a const alone; None where any value is allowed."""
+    return [schema["const"]] if "const" in schema else schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
 def json_type(value: object) -> str:
     return next(name for name in ("null", "boolean", "integer", "number", "string", "array", "object")
                 if TYPES[name](value))
@@ -132,11 +174,23 @@ def output_schema(function: dict) -> dict | None:
     return schema if isinstance(schema, dict) else None
 
 
+def world_call(call: dict, function: dict) -> tuple[Family, dict, list] | None:
+    """(family, call, its values in order) where the tool is the embedded world's; None if it only shares a name.
+
+    Arguments that the schema does not have are dropped: they passed no check.
+    """
+    family = BY_NAME.get(call["name"])
+    if family is None or not family.fits(function):
+        return None
+    own = {name: call["arguments"][name] for name in function["parameters"]["properties"]}
+    return family, {"name": call["name"], "arguments": own}, list(own.values())
+
+
 def answer(call: dict, function: dict, seed: int) -> str:
     """The rules responder: observation of a call that passed the check."""
-    family = BY_NAME.get(call["name"])
-    if family is not None and family.arguments(call) is not None:
-        return family.observation(call, seed)
+    if found := world_call(call, function):
+        family, own, values = found
+        return family.observation(own, values, seed)
     schema = output_schema(function)
     if schema is None:
         return free_answer(call, seed)
@@ -144,38 +198,59 @@ def answer(call: dict, function: dict, seed: int) -> str:
 
 
 def instance(schema: dict, rng: random.Random, depth: int = 0) -> object:
-    """A value that satisfies the schema, drawn from rng."""
+    """A value that satisfies the schema, drawn from rng. Of anyOf and oneOf it takes the first."""
     for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list) and schema[key] and isinstance(schema[key][0], dict):
-            return instance(schema[key][0], rng, depth + 1)
-    if isinstance(schema.get("enum"), list) and schema["enum"]:
-        return rng.choice(schema["enum"])
-    kind = schema.get("type", "object" if "properties" in schema else "string")
-    kind = kind[0] if isinstance(kind, list) and kind else kind
+        if isinstance(schema.get(key), list) and schema[key] and isinstance(schema[key][0], dict) and depth < MAX_DEPTH:
+            rest = {k: v for k, v in schema.items() if k != key}
+            return instance(rest | schema[key][0], rng, depth + 1)
+    if allowed := allowed_values(schema):
+        return rng.choice(allowed)
+    properties = schema.get("properties") if isinstance(schema.get("properties"), dict) else {}
+    required = schema.get("required") if isinstance(schema.get("required"), list) else []
+    kind = next(iter(known_types(schema)), "object" if "properties" in schema else "string")
     if kind == "object":
-        properties = schema.get("properties") if isinstance(schema.get("properties"), dict) else {}
-        return {k: instance(s if isinstance(s, dict) else {}, rng, depth + 1) for k, s in properties.items()
+        parts = {k: {} for k in required if isinstance(k, str)} | properties
+        return {k: instance(s if isinstance(s, dict) else {}, rng, depth + 1) for k, s in parts.items()
                 if depth < MAX_DEPTH}
     if kind == "array":
         items = schema.get("items") if isinstance(schema.get("items"), dict) else {}
-        return [instance(items, rng, depth + 1) for _ in range(rng.randint(1, 3)) if depth < MAX_DEPTH]
+        count = rng.randint(1, 3) if depth < 4 else 1  # one each further down, or the size would be 3 ** depth
+        return [instance(items, rng, depth + 1) for _ in range(count) if depth < MAX_DEPTH]
     if kind in ("integer", "number"):
-        low, high = schema.get("minimum", 2), schema.get("maximum", 999)
-        return rng.randint(int(low), max(int(low), int(high)))
+        low, high = (b if isinstance(b, int | float) and abs(b) <= MAX_NUMBER else None
+                     for b in (schema.get("minimum"), schema.get("maximum")))
+        low = math.ceil((2 if high is None else min(2, high)) if low is None else low)
+        return rng.randint(low, max(low, 999 if high is None else math.floor(high)))
     return {"boolean": lambda: rng.random() < 0.5, "null": lambda: None}.get(kind, lambda: draw(rng, "word"))()
 
 
 def loose_call(call: object) -> dict:
     """Any object as a call, for the condition without schema."""
     raw = call if isinstance(call, dict) else {}
-    arguments = raw.get("arguments")
-    return {"name": str(raw.get("name") or "tool"), "arguments": arguments if isinstance(arguments, dict) else {}}
+    try:
+        arguments = plain(raw.get("arguments"))
+    except ValueError:
+        arguments = {}
+    name = raw.get("name")
+    return {"name": name if isinstance(name, str) and name else "tool",
+            "arguments": arguments if isinstance(arguments, dict) else {}}
+
+
+def free_facts(call: dict, seed: int) -> tuple[str, int]:
+    """Two facts fixed by the call: a name and a number."""
+    rng = call_rng(call, seed)
+    return draw(rng, "word"), draw(rng, "number")
 
 
 def free_answer(call: dict, seed: int) -> str:
-    """A sentence that carries two facts fixed by the call; it follows no schema."""
-    rng = call_rng(call, seed)
-    return f"{call['name']} found {draw(rng, 'word')} with the value {draw(rng, 'number')}."
+    """A sentence that carries the two facts; it follows no schema."""
+    word, number = free_facts(call, seed)
+    return f"{call['name']} found {word} with the value {number}."
+
+
+def names(text: str, value: str) -> bool:
+    """Does the text name the value, as a whole word or number (12 is not in 123 or 12.5), whatever its case?"""
+    return re.search(rf"(?<!\w)(?<!\d\.){re.escape(value)}(?!\w|\.\d)", text, re.IGNORECASE) is not None
 
 
 def phi_check(call: dict, tools: Sequence[dict], observation: str, seed: int = 0) -> bool:
@@ -187,16 +262,16 @@ def phi_check(call: dict, tools: Sequence[dict], observation: str, seed: int = 0
     parsed, error = check_call(call, tools)
     if error:
         return is_error(observation)
-    family, function = BY_NAME.get(parsed["name"]), find_tool(parsed["name"], tools)
+    function = find_tool(parsed["name"], tools)
+    family, own, values = world_call(parsed, function) or (None, parsed, [])
     schema = family.output_schema() if family else output_schema(function)
-    if (family is None and schema is None) or (family and family.mode == "open"):
-        facts = (list(family.answer(parsed, seed).values()) if family
-                 else free_answer(parsed, seed).rstrip(".").split()[-1:])
-        return all(str(fact) in observation for fact in facts)
+    if schema is None or family and family.mode == "open":
+        facts = family.answer(own, values, seed).values() if family else free_facts(parsed, seed)
+        return all(names(observation, str(fact)) for fact in facts)
     try:
         value = json.loads(observation)
     except (ValueError, RecursionError):
         return False
     if family and family.mode == "deterministic":
-        return value == family.answer(parsed, seed)
+        return value == family.answer(own, values, seed)
     return not violation(value, schema, "")

@@ -25,7 +25,7 @@ WRONG = [  # override, parts of the message
     ("rl.grad_clip=.inf", ["rl.grad_clip", "inf"]),
     ("model.path=3", ["model.path", "3", "text or null"]),
     ("advantage.divide_by_std=1", ["advantage.divide_by_std", "1", "true or false"]),
-    ("rl.precision=fp16", ["rl.precision", "fp16", "fp32, bf16"]),
+    ("precision=fp16", ["precision", "fp16", "fp32, bf16"]),
     ("chat.parallel=[list]", ["chat.parallel", "one of list, blocks"]),
     ("loss.segment_weights=[1]", ["loss.segment_weights", "a list of 2"]),
     ("loss.segment_weights=[1, x]", ["loss.segment_weights[1]", "'x'"]),
@@ -117,8 +117,8 @@ def test_paper_presets_hold_the_paper_arithmetic(name):
     assert (rl.steps_per_epoch(31_818), rl.planned_steps(31_818)) == (248, 248)
     assert replace(rl, epochs=2).planned_steps(31_818) == 496
     assert replace(rl, steps=9).planned_steps(31_818) == 9
-    assert config.rollout.max_prompt_tokens + config.rollout.max_response_tokens == 32_768 == rl.micro_batch_tokens
-    assert (config.loss.kl_coef, config.loss.kl_kind, rl.lr, rl.precision) == (0.001, "k3", 1e-6, "bf16")
+    assert config.rollout.max_prompt_tokens + config.rollout.max_response_tokens == 32_768 == config.micro_batch_tokens
+    assert (config.loss.kl_coef, config.loss.kl_kind, rl.lr, config.precision) == (0.001, "k3", 1e-6, "bf16")
     assert (config.sft.rows_per_step, config.sft.epochs, config.sft.max_steps) == (32, 2, None)
     weights = to_dict(config.reward.weights)
     assert weights == {"format": 0.10, "name": 0.25, "key": 0.15, "value": 0.20, "parallel": 0.30}

@@ -154,10 +154,10 @@ def test_console_lines_keep_their_columns():
 
 
 def test_final_table():
-    lines = final_table(None, METRICS, METRICS | {"success": 0.8125}).splitlines()
+    lines = final_table({"after_sft": METRICS, "after_rl": METRICS | {"success": 0.8125}}).splitlines()
     assert lines[0].split() == ["after", "SFT", "after", "RL"] and len({len(line) for line in lines}) == 1
     assert lines[2].split()[-2:] == ["0.400", "0.812"] and lines[-1].split() == ["Tasks", "200", "200"]
-    assert "-" in final_table({}, {"process": 0.5}, None).splitlines()[2]
+    assert "-" in final_table({"before": {}, "after_sft": {"process": 0.5}}).splitlines()[2]
 
 
 def test_smoothing_is_unbiased_at_the_start():

@@ -18,14 +18,17 @@ SYLLABLES = [onset + vowel for onset in ONSETS for vowel in "aeiou"]
 UNITS = {"km": ("m", 1000), "hours": ("minutes", 60), "kg": ("grams", 1000), "days": ("hours", 24),
          "feet": ("inches", 12), "weeks": ("days", 7)}
 SKY, STATE, ROLE = ("rain", "sun", "snow", "fog"), ("sent", "lost", "packed"), ("admin", "guest", "owner")
+SUFFIXES = ("api", "tool", "now", "get", "call", "pro")
+COMMON = {"word": ("name", "key", "text", "item", "query", "label"),
+          "number": ("number", "count", "size", "index", "units", "value"), "choice": ("option", "mode", "kind")}
 LANGUAGES = ("French", "German", "Spanish", "Polish")
 
 
 def draw(rng: random.Random, kind: str | tuple[str, ...]) -> str | int:
-    """A value: "word" is a made-up capitalised name, "number" 2..999, a tuple one of its members."""
+    """A value: "word" is a made-up capitalised name of two syllables, "number" 10..99, a tuple one of its members."""
     if kind == "word":
-        return (rng.choice(SYLLABLES) + rng.choice(SYLLABLES) + rng.choice(["", "n", "r", "s", "l"])).capitalize()
-    return rng.randint(2, 999) if kind == "number" else rng.choice(kind)
+        return (rng.choice(SYLLABLES) + rng.choice(SYLLABLES)).capitalize()
+    return rng.randint(10, 99) if kind == "number" else rng.choice(kind)
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,11 @@ class Family:
 
     key: str
     mode: str  # deterministic | query | open
-    names: tuple[str, str, str]  # tool names, one is drawn for each task
+    stems: tuple[str, str]  # a tool's name is one of these and one of SUFFIXES
     about: str  # the tool's description
-    args: tuple[tuple[tuple[str, ...], str | tuple[str, ...]], ...]  # (synonyms, kind) an argument
+    args: tuple[tuple[tuple[str, ...], str | tuple[str, ...]], ...]  # (own synonyms, kind) an argument
     asks: tuple[str, ...]  # ways to ask for it
-    more: str  # how a later turn asks for the same with another first argument
+    more: str  # how a later turn asks for the same with other arguments
     results: tuple[tuple[str, str | tuple[str, ...]], ...]  # (key, kind) a result: the output schema
     reply: str
     compute: Callable[..., dict] | None = None  # deterministic: arguments in order -> results
@@ -46,8 +49,17 @@ class Family:
     source: str = ""  # a look-up that can give the first argument: key of that family
     chained: str = ""  # how to ask when the first argument has to be looked up; {0} is the look-up's argument
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"{stem}_{suffix}" for stem in self.stems for suffix in SUFFIXES)
+
+    def argument_names(self, position: int) -> tuple[str, ...]:
+        """What an argument may be called: its own synonyms, and names that any argument of its kind may have."""
+        own, kind = self.args[position]
+        return own + (COMMON[kind] if isinstance(kind, str) else COMMON["choice"])
+
     def schema(self, name: str, argument_names: tuple[str, ...]) -> dict:
-        """The OpenAI function schema under the given names."""
+        """The OpenAI function schema under the given names. The order of its properties is that of `args`."""
         properties = {n: _type(kind) for n, (_, kind) in zip(argument_names, self.args, strict=True)}
         return {"type": "function", "function": {"name": name, "description": self.about, "parameters": {
             "type": "object", "properties": properties, "required": list(argument_names)}}}
@@ -59,24 +71,28 @@ class Family:
         return {"type": "object", "properties": {key: _type(kind) for key, kind in self.results},
                 "required": [key for key, _ in self.results]}
 
-    def arguments(self, call: dict) -> list | None:
-        """The call's argument values in the family's order, or None where one is missing."""
-        given = call["arguments"]
-        values = [next((given[s] for s in synonyms if s in given), None) for synonyms, _ in self.args]
-        return None if None in values else values
+    def fits(self, function: dict) -> bool:
+        """Whether the parameters of a function schema are of this family's making: its values' order relies on it."""
+        parameters = function.get("parameters")
+        names = parameters.get("properties") if isinstance(parameters, dict) else None
+        return isinstance(names, dict) and len(names) == len(self.args) and parameters == self.schema(
+            "", tuple(names))["function"]["parameters"]
 
-    def answer(self, call: dict, seed: int) -> dict:
-        """The true results of a call {"name", "arguments"}: the same call and seed give the same results."""
+    def answer(self, call: dict, values: list, seed: int) -> dict:
+        """The true results of a call {"name", "arguments"} with its values in the order of `args`.
+
+        The same call and seed give the same results.
+        """
         if self.compute:
-            return self.compute(*self.arguments(call))
+            return self.compute(*values)
         rng = call_rng(call, seed)
         return {key: draw(rng, kind) for key, kind in self.results}
 
-    def observation(self, call: dict, seed: int) -> str:
+    def observation(self, call: dict, values: list, seed: int) -> str:
         """What the tool returns: JSON of the results, or the sentence of an open tool."""
-        results = self.answer(call, seed)
+        results = self.answer(call, values, seed)
         if self.mode == "open":
-            return self.text.format(*self.arguments(call), **results)
+            return self.text.format(*values, **results)
         return json.dumps(results, ensure_ascii=False)
 
 
@@ -98,96 +114,97 @@ def _convert(amount: int, unit: str) -> dict:
 
 
 FAMILIES: dict[str, Family] = {f.key: f for f in (
-    Family("weather", "query", ("get_weather", "weather_now", "fetch_forecast"), "weather in a city",
-           ((("city", "place", "location"), "word"),),
+    Family("weather", "query", ("weather", "forecast"), "weather in a city",
+           ((("city", "place"), "word"),),
            ("What is the weather in {0}?", "Tell me the forecast for {0}."), "And the weather in {0}?",
            (("temp", "number"), ("sky", SKY)), "In {0} it is {temp} degrees with {sky}.",
            source="home", chained="What is the weather in the city where {0} lives?"),
-    Family("clock", "query", ("get_time", "local_time", "clock_for"), "local time of a city",
-           ((("city", "place", "zone"), "word"),),
+    Family("clock", "query", ("time", "clock"), "local time of a city",
+           ((("city", "zone"), "word"),),
            ("What time is it in {0}?", "Give me the local time of {0}."), "And the time in {0}?",
            (("time", "number"),), "It is {time} in {0}.",
            source="capital", chained="What time is it in the capital of {0}?"),
-    Family("stock", "query", ("find_stock", "stock_price", "quote"), "share price of a company",
-           ((("symbol", "company", "ticker"), "word"),),
+    Family("stock", "query", ("stock", "quote"), "share price of a company",
+           ((("symbol", "company"), "word"),),
            ("What is the share price of {0}?", "How much is a share of {0}?"), "And a share of {0}?",
            (("price", "number"),), "A share of {0} costs {price}.",
            source="employer", chained="What is the share price of the company of {0}?"),
-    Family("order", "query", ("order_status", "track_order", "find_order"), "state of an order",
-           ((("order_id", "id", "number"), "number"),),
+    Family("order", "query", ("order", "parcel"), "state of an order",
+           ((("order", "code"), "number"),),
            ("Where is my order {0}?", "Track order {0} please."), "And order {0}?",
            (("state", STATE), ("days", "number")), "Order {0} is {state}, {days} days left.",
            source="purchase", chained="Where is the last order of {0}?"),
-    Family("convert", "deterministic", ("convert", "convert_units", "unit_change"), "convert an amount",
-           ((("amount", "value"), "number"), (("unit", "source"), tuple(UNITS))),
+    Family("convert", "deterministic", ("conversion", "unit_change"), "convert an amount",
+           ((("amount", "quantity"), "number"), (("unit", "measure"), tuple(UNITS))),
            ("Convert {0} {1} to the smaller unit.", "How much is {0} {1} in the smaller unit?"),
            "And {0} {1}?", (("result", "number"), ("unit", tuple(u for u, _ in UNITS.values()))),
            "{0} {1} are {result} {unit}.", compute=_convert),
-    Family("total", "deterministic", ("add_numbers", "sum_of", "total"), "add two numbers",
+    Family("total", "deterministic", ("sum", "addition"), "add two numbers",
            ((("first", "a"), "number"), (("second", "b"), "number")),
            ("What is {0} plus {1}?", "Add {0} and {1}."), "And {0} plus {1}?",
            (("sum", "number"),), "{0} plus {1} is {sum}.", compute=lambda a, b: {"sum": a + b}),
-    Family("translate", "query", ("translate", "translate_word", "to_language"), "translate a word",
-           ((("word", "text", "term"), "word"), (("lang", "language"), LANGUAGES)),
+    Family("translate", "query", ("translation", "foreign_word"), "translate a word",
+           ((("word", "term"), "word"), (("lang", "language"), LANGUAGES)),
            ("Translate {0} into {1}.", "How do you say {0} in {1}?"), "And {0} in {1}?",
            (("out", "word"),), "{0} in {1} is {out}."),
-    Family("mail", "query", ("send_mail", "mail_to", "write_email"), "send a mail",
-           ((("to", "person", "recipient"), "word"), (("subject", "topic"), "word")),
+    Family("mail", "query", ("mail", "email"), "send a mail",
+           ((("to", "recipient"), "word"), (("subject", "topic"), "word")),
            ("Send a mail to {0} about {1}.", "Write {0} an email on {1}."), "And one to {0} about {1}.",
            (("mail_id", "number"),), "Mail {mail_id} about {1} went to {0}.",
            source="lead", chained="Send a mail about {1} to the leader of team {0}."),
-    Family("event", "query", ("add_event", "book_meeting", "new_event"), "book a meeting",
-           ((("guest", "with", "attendee"), "word"), (("day", "date"), "number")),
+    Family("event", "query", ("meeting", "event"), "book a meeting",
+           ((("guest", "with"), "word"), (("day", "date"), "number")),
            ("Book a meeting with {0} on day {1}.", "Meet {0} on day {1}, add it."), "And meet {0} on day {1}.",
            (("slot", "number"),), "Meeting with {0} booked in slot {slot}."),
-    Family("distance", "query", ("distance", "route_length", "how_far"), "distance of two places",
-           ((("start", "from", "origin"), "word"), (("end", "to", "target"), "word")),
+    Family("distance", "query", ("distance", "route"), "distance of two places",
+           ((("start", "from"), "word"), (("end", "target"), "word")),
            ("How far is it from {0} to {1}?", "What is the distance from {0} to {1}?"), "And from {0} to {1}?",
            (("km", "number"),), "From {0} to {1} it is {km} km."),
-    Family("timer", "query", ("set_timer", "start_timer", "timer"), "start a timer",
-           ((("minutes", "mins", "length"), "number"),),
+    Family("timer", "query", ("timer", "alarm"), "start a timer",
+           ((("minutes", "length"), "number"),),
            ("Set a timer for {0} minutes.", "Start a timer of {0} minutes."), "And one for {0} minutes.",
            (("timer_id", "number"),), "Timer {timer_id} runs for {0} minutes."),
-    Family("user", "query", ("find_user", "lookup_user", "user_info"), "look up a user",
-           ((("name", "user", "login"), "word"),),
+    Family("user", "query", ("user", "account"), "look up a user",
+           ((("user", "login"), "word"),),
            ("Who is the user {0}?", "Look up the user {0}."), "And the user {0}?",
            (("role", ROLE), ("age", "number")), "{0} is {role}, age {age}."),
-    Family("table", "query", ("book_table", "reserve", "table_for"), "reserve a table",
-           ((("venue", "restaurant", "where"), "word"), (("seats", "people", "size"), "number")),
+    Family("table", "query", ("table", "seats"), "reserve a table",
+           ((("venue", "where"), "word"), (("seats", "people"), "number")),
            ("Book a table for {1} at {0}.", "Reserve {1} seats at {0}."), "And {1} seats at {0}.",
            (("code", "word"),), "Table for {1} at {0}, code {code}.",
            source="favourite", chained="Book a table for {1} at the favourite place of {0}."),
-    Family("wiki", "open", ("wiki_search", "encyclopedia", "look_up_topic"), "text on a topic",
-           ((("topic", "query", "title"), "word"),),
+    Family("wiki", "open", ("history", "wiki"), "text on a topic",
+           ((("topic", "title"), "word"),),
            ("Who founded {0} and when?", "When was {0} founded, and by whom?"), "And {0}?",
            (("founder", "word"), ("year", "number")), "{0} was founded by {founder} in {year}.",
            text="The history of {0} is well known. It was {founder} who founded {0} in the year {year}."),
-    Family("home", "query", ("home_city", "find_home", "where_lives"), "city where a person lives",
-           ((("person", "name", "who"), "word"),),
+    Family("home", "query", ("home", "address"), "city where a person lives",
+           ((("person", "who"), "word"),),
            ("Where does {0} live?", "In which city does {0} live?"), "And {0}?",
            (("city", "word"),), "{0} lives in {city}."),
-    Family("capital", "query", ("capital_of", "find_capital", "country_capital"), "capital of a country",
-           ((("country", "state", "land"), "word"),),
+    Family("capital", "query", ("capital", "main_city"), "capital of a country",
+           ((("country", "land"), "word"),),
            ("What is the capital of {0}?", "Name the capital of {0}."), "And of {0}?",
            (("capital", "word"),), "The capital of {0} is {capital}."),
-    Family("employer", "query", ("employer_of", "find_employer", "works_at"), "company of a person",
-           ((("person", "employee", "who"), "word"),),
+    Family("employer", "query", ("employer", "workplace"), "company of a person",
+           ((("employee", "person"), "word"),),
            ("Where does {0} work?", "Which company employs {0}?"), "And {0}?",
            (("company", "word"),), "{0} works at {company}."),
-    Family("purchase", "query", ("last_order", "find_purchase", "order_of"), "last order of a customer",
-           ((("customer", "client", "buyer"), "word"),),
+    Family("purchase", "query", ("purchase", "last_order"), "last order of a customer",
+           ((("customer", "client"), "word"),),
            ("What is the last order of {0}?", "Find the last order of {0}."), "And of {0}?",
            (("order", "number"),), "The last order of {0} is {order}."),
-    Family("lead", "query", ("team_leader", "leader_of", "find_leader"), "leader of a team",
-           ((("team", "group", "unit"), "word"),),
+    Family("lead", "query", ("leader", "team_head"), "leader of a team",
+           ((("team", "group"), "word"),),
            ("Who leads team {0}?", "Name the leader of team {0}."), "And team {0}?",
            (("leader", "word"),), "Team {0} is led by {leader}."),
-    Family("favourite", "query", ("favourite_place", "likes_best", "find_favourite"), "favourite place of a person",
-           ((("person", "friend", "who"), "word"),),
+    Family("favourite", "query", ("favourite", "best_place"), "favourite place of a person",
+           ((("friend", "person"), "word"),),
            ("What is the favourite place of {0}?", "Which place does {0} like best?"), "And of {0}?",
            (("venue", "word"),), "{0} likes {venue} best."),
 )}
 BY_NAME: dict[str, Family] = {name: family for family in FAMILIES.values() for name in family.names}
+OMITTED = "I can not look that up now."  # the reply of a demonstration that leaves its calls out
 
 # (what the user says, the reply, needs a made-up name): no tool is due
 CHAT = (

@@ -1,8 +1,8 @@
 """The embedded world's tokenizer: a byte-level BPE of about a thousand entries, trained in seconds by seed.
 
-Two choices make copying learnable for a small model. A name (capitalised word) or a number never joins its
-neighbours, so a value has the same tokens in the question, in the JSON of a call and in a result. And the fixed
-phrases of the chat template are single entries, as they nearly are in a large vocabulary.
+Two choices make copying learnable for a small model. A name (a capitalised word) or a number never joins its
+neighbours, so a value has the same tokens (two a name, one a digit) in the question, in the JSON of a call and in a
+result. And the fixed phrases of the chat template are single entries, as they nearly are in a large vocabulary.
 """
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ PHRASES = (
     '"}}]\n', "}}]\n", "user\n", "assistant\n", "user\n<tool_response>\n", "\n</tool_response>",
     "\n</tool_response>\n<tool_response>\n",
 )
-# a capitalised name | a word with the space before it | a space, a line end, a tag's start | punctuation
-PATTERN = r"[A-Z][a-z]*| ?[a-z_]+| |\n|<|[^A-Za-z0-9 \n<]+(?: [^A-Za-z0-9 \n<]+)*"
+# a capitalised syllable | other capitals | a word with the space before it | a space, a line end, a tag's start |
+# punctuation
+PATTERN = r"[A-Z][a-z]?[aeiou]|[A-Z][a-z]*|[ _]?[a-z]+| |\n|<|[^A-Za-z0-9 \n<]+(?: [^A-Za-z0-9 \n<]+)*"
 
 
 def world_tokenizer(vocab_size: int = 1024, seed: int = 0, examples: int = 3000) -> Tokenizer:

@@ -6,11 +6,12 @@ the same way. Tasks whose prompt is over the limit are left out and counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from slca import chat
 from slca.config import Config
 from slca.data.task import Task
+from slca.data.world import World
 from slca.evaluation.metrics import by_subset, metrics
 from slca.judge import RulesJudge, score_episodes
 from slca.model import Policy
@@ -18,6 +19,13 @@ from slca.rollout import Episode, rollout
 from slca.simulator import Simulator
 
 BATCH = 256  # tasks rolled out at a time
+
+
+def world_split(cfg: Config, split: str) -> World:
+    """The embedded world's split under a run's configuration; only training shows flawed demonstrations."""
+    mix = {f.name: getattr(cfg.data.mix, f.name) for f in fields(cfg.data.mix)}
+    return World(split, cfg.seed, mix, cfg.data.flaws if split == "train" else None, cfg.data.tools_per_task,
+                 cfg.simulator.seed)
 
 
 @dataclass

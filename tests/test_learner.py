@@ -1,0 +1,404 @@
+"""Proves: the update's gradient is that of one loss over the whole update, however it is cut into micro-batches.
+
+For every aggregation, with and without KL, 1, 2 and N micro-batches and a plain hand-written loss give one gradient;
+rows that are skipped would have added nothing; the chunked head is the dense one and keeps no logits; the scorer's
+distribution is the sampler's; the first on-policy ratio is exactly 1; a summary reward moves no tool token under SLCA,
+and does under GRPO; a rewarded token becomes likelier; what is not finite stops the run; small updates arrive.
+"""
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slca import learner
+from slca.advantages import slca_advantages
+from slca.config import Config, override
+from slca.data.task import Task
+from slca.learner import (
+    Batch,
+    all_logprobs,
+    micro_batches,
+    optimizer_step,
+    optimizers,
+    pad,
+    policy_update,
+    set_rate,
+    token_logprobs,
+)
+from slca.loss import AGGREGATIONS, kl_loss, policy_loss
+from slca.model import ModelConfig, Policy, new_policy
+from slca.rewards import HierR
+from slca.rollout import Episode
+from slca.sampler import generate
+from slca.segments import segment_labels
+
+V = 41
+
+
+def load_train():
+    spec = importlib.util.spec_from_file_location("train_script", Path(__file__).parents[1] / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make(seed: int = 0, vocab: int = V) -> Policy:
+    policy = new_policy(ModelConfig("qwen3", vocab, 32, 48, 2, 4, 2, tie_word_embeddings=seed % 2 == 0), seed)
+    with torch.no_grad():
+        policy.head.mul_(0.16 / policy.head.std())
+    return policy
+
+
+def settings(*overrides: str) -> Config:
+    return override(Config(), overrides)
+
+
+# prompt, then (policy tokens, injected tokens), ..., ending on policy tokens; ragged on purpose
+LAYOUTS = [(3, 2, 2, 1, 4, 3), (1, 7), (5, 1, 1, 1), (2, 4, 3, 6), (9, 2), (1, 1, 1, 1, 1, 1)]
+
+
+def make_batch(seed: int = 0, quiet=()) -> Batch:
+    """Rows of the layouts with random ids and advantages; `quiet` rows have advantage 0."""
+    draw = torch.Generator().manual_seed(seed)
+    masks = [[k % 2 for k, n in enumerate(layout) for _ in range(n)] for layout in LAYOUTS]
+    mask = pad(masks)
+    ids = torch.randint(0, V, mask.shape, generator=draw)
+    advantages = torch.randn(mask.shape, generator=draw) * mask
+    advantages[list(quiet)] = 0
+    old = -3 + 0.3 * torch.randn(mask.shape, generator=draw) * mask
+    return Batch(ids, segment_labels(mask), mask, old * mask, [len(m) for m in masks], advantages)
+
+
+@pytest.fixture
+def gradient(monkeypatch):
+    """gradient(policy, ...) -> the flat gradient of one policy_update, which then takes no step."""
+    def run(policy, reference, batch, cfg, rows=None) -> torch.Tensor:
+        found = []
+
+        def keep(policy, optimizers, clip):
+            found.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+            policy.zero_grad(set_to_none=True)
+            return float(found[-1].norm())
+        monkeypatch.setattr(learner, "optimizer_step", keep)
+        run.metrics = policy_update(policy, reference, [], batch, rows or list(range(len(batch.lengths))), V, cfg)
+        return found[0]
+    return run
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+# ---- micro-batches
+
+@pytest.mark.parametrize("budget", [1, 10, 17, 40, 1000])
+def test_micro_batches_cover_every_row_once_within_the_budget(budget):
+    lengths = [9, 3, 17, 4, 3, 8, 1, 30, 9, 9]
+    parts = list(micro_batches(lengths, budget))
+    assert sorted(i for part in parts for i in part) == list(range(10))
+    for part in parts:
+        assert len(part) * max(lengths[i] for i in part) <= budget or len(part) == 1
+    for a, b in zip(parts, parts[1:], strict=False):  # no two neighbours would have fitted into one
+        assert max(lengths[i] for i in a) <= min(lengths[i] for i in b)
+        assert (len(a) + 1) * lengths[b[0]] > budget
+    assert list(micro_batches([], 5)) == []
+
+
+BUDGETS = {10_000: 1, 50: 2, 1: len(LAYOUTS)}  # token budget -> micro-batches
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.7])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_gradient_does_not_depend_on_micro_batches(gradient, aggregation, kl):
+    """Also: it is that of one plain dense loss over the whole update, so it is not wrong alike in all three."""
+    policy, reference, batch = make(), make(1).requires_grad_(False), make_batch()
+    batch.old = batch.logprobs
+    how = [f"loss.aggregation={aggregation}", f"loss.kl_coef={kl}", "rollout.temperature=1.3"]
+    if aggregation == "segment_mean":
+        how.append("loss.segment_weights=[0.7, 1.6]")
+    weights = (0.7, 1.6) if aggregation == "segment_mean" else (1.0, 1.0)
+
+    def dense(p):
+        logp = torch.log_softmax(p(batch.ids)[:, :-1].float() / 1.3, -1)
+        return F.pad(logp.gather(2, batch.ids[:, 1:, None])[..., 0], (1, 0)) * batch.policy_mask
+
+    args = dict(aggregation=aggregation, norm_length=int(batch.policy_mask.sum(1).max()), labels=batch.labels,
+                segment_weights=weights)
+    logp = dense(policy)
+    loss = policy_loss(logp, batch.old, batch.advantages, batch.policy_mask, **args).loss
+    loss = loss + kl * kl_loss(logp, dense(reference), batch.policy_mask, **args).loss
+    want = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.parameters()))])
+    for budget, n in BUDGETS.items():
+        assert len(list(micro_batches(batch.lengths, budget))) == n
+        got = gradient(policy, reference, batch, settings(*how, f"micro_batch_tokens={budget}"))
+        assert relative(got, want) < 1e-6
+        assert gradient.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+
+
+def test_metrics_do_not_depend_on_micro_batches(gradient):
+    policy, reference, batch = make(), make(1), make_batch()
+    batch.old = batch.logprobs
+    found = []
+    for budget in BUDGETS:
+        gradient(policy, reference, batch, settings("loss.kl_coef=0.5", f"micro_batch_tokens={budget}"))
+        found.append(gradient.metrics)
+    assert found[0]["clip_fraction"] > 0.1 and found[0]["kl"] > 0 and found[0]["logprob_gap"] > 0.1
+    assert found[0]["logprob_gap_max"] > found[0]["logprob_gap"]
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-5, abs=1e-6)
+
+
+def test_an_update_of_some_rows_has_their_denominator(gradient):
+    policy, batch = make(), make_batch()
+    part = Batch(*(getattr(batch, k)[[1, 4]] for k in ("ids", "labels", "policy_mask", "logprobs")),
+                 [batch.lengths[i] for i in (1, 4)], batch.advantages[[1, 4]])
+    want = gradient(policy, None, part, settings())
+    assert relative(gradient(policy, None, batch, settings(), rows=[1, 4]), want) < 1e-6
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_rows_without_advantage_are_skipped_but_counted(gradient, monkeypatch, aggregation):
+    policy, batch, run = make(), make_batch(quiet=[0, 3, 4]), []
+    plain = learner.token_logprobs
+    monkeypatch.setattr(learner, "token_logprobs", lambda p, ids, *a: run.append(len(ids)) or plain(p, ids, *a))
+    cfg = settings(f"loss.aggregation={aggregation}")
+    got = gradient(policy, None, batch, cfg)
+    assert run == [3]
+    want = gradient(policy, policy, batch, override(cfg, ["loss.kl_coef=1e-30"]))  # with a KL term every row is run
+    assert run == [3, 6, 6] and relative(got, want) < 1e-6
+
+
+def test_no_advantage_at_all_is_no_update():
+    policy, batch = make(), make_batch(quiet=range(6))
+    before = [p.detach().clone() for p in policy.parameters()]
+    found = optimizers(policy, "adamw", 0.1, 0.5, (0.9, 0.999))
+    metrics = policy_update(policy, None, found, batch, range(6), V, settings())
+    assert metrics["loss"] == metrics["grad_norm"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+# ---- log-probabilities
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("vocabulary", [V, 30])
+def test_scorer_is_tempered_and_cut(temperature, vocabulary):
+    policy, batch = make(1), make_batch()
+    ids = batch.ids % vocabulary
+    got = token_logprobs(policy, ids, batch.policy_mask == 1, vocabulary, temperature)
+    dense = torch.log_softmax(policy(ids)[:, :-1, :vocabulary].double() / temperature, -1)
+    want = dense.gather(2, ids[:, 1:, None])[..., 0].float() * batch.policy_mask[:, 1:]
+    torch.testing.assert_close(got[:, 1:], want, rtol=1e-5, atol=1e-5)
+    assert got.dtype == torch.float32 and not got[batch.policy_mask == 0].any()
+
+
+def test_first_token_has_no_probability():
+    with pytest.raises(ValueError, match=r"mask\[:, 0\] must be 0"):
+        token_logprobs(make(), torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool), V)
+
+
+def test_injected_tokens_and_padding_have_no_gradient():
+    """Their ids are context; as targets they do not count: no gradient where no policy token follows."""
+    policy, batch = make(1), make_batch()
+    width = batch.ids.shape[1]
+    logp = token_logprobs(policy, batch.ids, batch.policy_mask == 1, V)
+    logp.sum().backward()
+    head = policy.lm_head.weight.grad.clone()
+    policy.zero_grad()
+    for row, n in enumerate(batch.lengths):
+        batch.ids[row, n:] = 7  # other padding
+    token_logprobs(policy, batch.ids, batch.policy_mask == 1, V).sum().backward()
+    assert width > min(batch.lengths) and torch.equal(policy.lm_head.weight.grad, head)
+
+
+def saved_shapes(run) -> list[tuple[int, ...]]:
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+        run()
+    return shapes
+
+
+def test_chunked_head_is_the_dense_one(monkeypatch):
+    """Values and gradients, and of the chunked one no logits are kept for the backward pass."""
+    policy, batch = make(1), make_batch()
+    mask, results, kept = batch.policy_mask == 1, [], []
+    n = int(mask.sum())
+    for size in (4096, 7, 1):
+        monkeypatch.setattr(learner, "HEAD_CHUNK", size)
+        policy.zero_grad()
+        logp = []
+        shapes = saved_shapes(lambda logp=logp: logp.append(token_logprobs(policy, batch.ids, mask, V, 0.8)))
+        (logp[0] * batch.advantages).sum().backward()
+        results.append((logp[0].detach(), torch.cat([p.grad.flatten() for p in policy.parameters()])))
+        kept.append(sum(s[0] for s in shapes if len(s) == 2 and s[1] == V and s != (32, V)))
+    assert kept[0] >= n == 30 and kept[1:] == [0, 0]
+    for logp, grad in results[1:]:
+        torch.testing.assert_close(logp, results[0][0], rtol=1e-6, atol=1e-6)
+        assert relative(grad, results[0][1]) < 1e-6
+
+
+def test_bf16_scores_stay_close_and_float32():
+    policy, batch = make(), make_batch()
+    exact, rough = (token_logprobs(policy, batch.ids, batch.policy_mask == 1, V, precision=p) for p in ("fp32", "bf16"))
+    assert rough.dtype == torch.float32 and 1e-5 < (rough - exact).abs().max() < 0.15
+    rough.sum().backward()
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in policy.parameters())
+
+
+def test_all_logprobs_are_those_of_one_pass():
+    policy, batch = make(), make_batch()
+    want = token_logprobs(policy, batch.ids, batch.policy_mask == 1, V).detach()
+    for budget in BUDGETS:
+        got = all_logprobs(policy, batch, V, settings(f"micro_batch_tokens={budget}"))
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+        assert not got.requires_grad
+
+
+# ---- the update's meaning
+
+def test_ratio_is_exactly_1_on_the_first_update(monkeypatch, gradient):
+    policy, batch, seen, plain = make(), make_batch(), [], learner.policy_loss
+    monkeypatch.setattr(learner, "policy_loss", lambda new, old, *a, **k: seen.append((new, old)) or plain(new, old, *a,
+                                                                                                          **k))
+    gradient(policy, None, batch, settings("micro_batch_tokens=50"))
+    assert len(seen) == 2 and all(torch.equal(new.detach(), old) and not old.requires_grad for new, old in seen)
+    assert gradient.metrics["clip_fraction"] == gradient.metrics["approx_kl"] == 0
+    assert gradient.metrics["logprob_gap"] > 0.1  # measured against the sampler's, which here are made up
+
+
+def token_gradients(monkeypatch, policy, batch, cfg) -> torch.Tensor:
+    """d loss / d log-probability, [B,T]. (The parameters are shared by both streams: at their level every gradient is
+    a sum over all tokens, so whose reward reaches which token can be seen only here.)"""
+    kept, plain = [], token_logprobs
+
+    def watch(*a):
+        logp = plain(*a)
+        logp.retain_grad()
+        kept.append(logp)
+        return logp
+    monkeypatch.setattr(learner, "token_logprobs", watch)
+    rows = list(range(len(batch.lengths)))
+    policy_update(policy, None, optimizers(policy, "adamw", 1e-9, 0.0, (0.9, 0.999)), batch, rows, V, cfg)
+    assert len(kept) == 1
+    order = next(iter(micro_batches(batch.lengths, 10**6)))
+    out = torch.zeros(batch.ids.shape)
+    out[order] = kept[0].grad
+    return out
+
+
+@pytest.mark.parametrize("estimator", ["slca", "grpo"])
+def test_summary_rewards_reach_no_tool_token(monkeypatch, estimator):
+    """Through train.estimate and policy_update on two groups of three: not by one bit under SLCA; GRPO's do."""
+    train, base, cfg = load_train(), make_batch(), settings(f"advantage.estimator={estimator}")
+    process = [0.2, 0.9, 0.5, 0.7, 0.1, 0.4]
+    gradients = []
+    for summary in ([0.25, 0.5, 1.0, 0.0, 0.75, 0.5], [1.0, 0.0, 0.25, 0.75, 0.0, 0.0]):
+        episodes = [Episode(Task(str(i), [], []), i // 3, i % 3, [], 0, [], [],
+                            rewards=HierR(process=p, summary=s, total=p + s))
+                    for i, (p, s) in enumerate(zip(process, summary, strict=True))]
+        advantages = train.estimate(episodes, base, cfg)
+        base.advantages = advantages.tokens
+        gradients.append(token_gradients(monkeypatch, make(), base, cfg))
+    a, b = gradients
+    assert a[base.labels == 1].abs().min() > 1e-4 and a[base.labels == 2].abs().min() > 1e-4
+    assert torch.equal(a[base.labels == 1], b[base.labels == 1]) == (estimator == "slca")
+    assert not torch.equal(a[base.labels == 2], b[base.labels == 2])
+    assert not a[base.labels == 0].any()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_two_armed_bandit(sign):
+    """One token earns 1, the others 0: its probability rises step by step, and falls if the sign is planted wrong."""
+    policy, cfg, prompt = make(0, 4), settings("rl.grad_clip=1"), [2, 3]
+    found, history = optimizers(policy, "adamw", 3e-3, 0.0, (0.9, 0.999)), []
+    good = int(policy(torch.tensor([prompt]))[0, -1].argsort()[-2])  # the second likeliest
+    for step in range(12):
+        arms = [c.ids[0] for c in generate(policy, [prompt], 64, 1, seed=step)]
+        mask = torch.tensor([[0, 0, 1]] * 64)
+        labels = segment_labels(mask)
+        reward = [float(a == good) for a in arms]
+        batch = Batch(torch.tensor([[*prompt, a] for a in arms]), labels, mask, torch.zeros(64, 3), [3] * 64)
+        batch.advantages = sign * slca_advantages(labels, [0] * 64, [0.0] * 64, reward, reward, [0.0] * 64).tokens
+        history.append(float(torch.softmax(policy(torch.tensor([prompt]))[0, -1], -1)[good].detach()))
+        policy_update(policy, None, found, batch, range(64), 4, cfg)
+    assert 0.1 < history[0] < 0.5
+    rises = [sign * (b - a) for a, b in zip(history, history[1:], strict=False)]
+    assert min(rises) > -1e-4 and (history[-1] > 0.8 if sign > 0 else history[-1] < 0.02)
+
+
+# ---- optimisers
+
+@pytest.mark.parametrize("where", ["advantage", "weight"])
+def test_what_is_not_finite_stops_the_run(where):
+    policy, batch = make(), make_batch()
+    if where == "advantage":
+        batch.advantages[2, 5] = float("nan")
+    else:
+        with torch.no_grad():
+            policy.model.norm.weight[0] = float("inf")
+    before = [p.detach().clone() for p in policy.parameters()]
+    found = optimizers(policy, "adamw", 1e-3, 0.0, (0.9, 0.999))
+    with pytest.raises(FloatingPointError, match="loss"):
+        policy_update(policy, None, found, batch, range(6), V, settings())
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gradient_that_is_not_finite_stops_the_run(value):
+    policy = make()
+    for p in policy.parameters():
+        p.grad = torch.zeros_like(p)
+    policy.model.norm.weight.grad[0] = value
+    before = [p.detach().clone() for p in policy.parameters()]
+    with pytest.raises(FloatingPointError, match="gradient norm"):
+        optimizer_step(policy, optimizers(policy, "adamw", 1e-3, 0.0, (0.9, 0.999)), 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_small_updates_arrive(precision):
+    """AdamW at 1e-6 moves every matrix; weights and its state are float32 whatever the compute type."""
+    policy, batch = make(1), make_batch()
+    before = {n: p.detach().clone() for n, p in policy.named_parameters()}
+    found = optimizers(policy, "adamw", 1e-6, 0.0, (0.9, 0.999))
+    policy_update(policy, None, found, batch, range(6), V, settings(f"precision={precision}"))
+    for name, p in policy.named_parameters():
+        moved = (p.detach() - before[name]).abs()
+        assert p.dtype == torch.float32 and float(moved.max()) == pytest.approx(1e-6, rel=0.2), name
+        assert (moved > 0).float().mean() > 0.3, name  # rows of ids not in the batch rest
+    assert {t.dtype for s in found[0].state.values() for t in s.values()} == {torch.float32}
+    assert all(p.grad is None for p in policy.parameters())
+
+
+@pytest.mark.parametrize("clip", [0.5, 1e9])
+def test_clipping_by_hand(clip):
+    """SGD shows the clipped gradient; the norm returned is the one before."""
+    policy = make()
+    for p in policy.parameters():
+        p.grad = torch.ones_like(p)
+    before, n = policy.model.norm.weight.detach().clone(), sum(p.numel() for p in policy.parameters())
+    norm = optimizer_step(policy, [torch.optim.SGD(policy.parameters(), lr=1.0)], clip)
+    assert norm == pytest.approx(n ** 0.5, rel=1e-5)
+    step = (before - policy.model.norm.weight.detach())[0]
+    assert float(step) == pytest.approx(min(1.0, clip / n ** 0.5), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_optimizers_and_rates(kind):
+    policy = make(1)
+    found = optimizers(policy, kind, 0.02, 0.1, (0.8, 0.9), 0.003)
+    groups = [g for o in found for g in o.param_groups]
+    owners = {n: [g for g in groups if any(q is p for q in g["params"])] for n, p in policy.named_parameters()}
+    for name, p in policy.named_parameters():
+        (group,) = owners[name]  # each parameter has exactly one
+        inside = p.ndim == 2 and name.startswith("model.layers")
+        assert group["weight_decay"] == (0.1 if p.ndim == 2 else 0.0)
+        assert group["peak"] == group["lr"] == (0.003 if kind == "muon" and not inside else 0.02)
+    assert [type(o).__name__ for o in found] == (["Muon", "AdamW"] if kind == "muon" else ["AdamW"])
+    assert found[-1].param_groups[0]["betas"] == (0.8, 0.9)
+    for share in (0.25, 1.0, 0.0):  # of the peak, not of the last rate
+        set_rate(found, share)
+        assert all(g["lr"] == g["peak"] * share for g in groups)

@@ -1,0 +1,254 @@
+"""Proves: whatever way a row is fed through the KV cache, its hidden states are those of one plain forward pass.
+
+Prefill, ragged appends behind the cursor and decoding agree with `Policy.hidden` to 1e-5 for Qwen2, Qwen3 and Llama
+with grouped queries; leftovers past a cursor and padding on the right change no bit; a full cache is refused. Also:
+the mask of an appended block is the lower right one, a fresh policy is fixed by its seed, every bad configuration is
+named, and the bf16 attention written for CPUs stays near float32 in value and gradient. (Logits against transformers
+are in test_weights.py.)
+"""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slca.model import KVCache, ModelConfig, Policy, attend, new_policy
+
+SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+MODELS = {
+    "qwen2": dict(num_key_value_heads=2),
+    "qwen3": dict(num_key_value_heads=1, head_dim=12, tie_word_embeddings=False),
+    "llama": dict(num_key_value_heads=4, rope_theta=5e5, rope_scaling=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16)),
+}
+EVERY_MODEL = pytest.mark.parametrize("family", MODELS)
+
+
+def make(family: str = "qwen2", seed: int = 0) -> Policy:
+    policy = new_policy(ModelConfig(family, **SIZES, **MODELS[family]), seed)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.ndim == 1:  # biases start at 0 and norms at 1, where they could not be missed
+                p += 0.3 * torch.randn(p.shape, generator=draw)
+    return policy.requires_grad_(False)
+
+
+def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def feed(policy: Policy, cache: KVCache, rows, sequences: torch.Tensor, chunks: list[list[int]]) -> list[torch.Tensor]:
+    """Send sequences [B,T] into cache rows in ragged chunks -> hidden states of each row, [its length, hidden]."""
+    at, out = [0] * len(sequences), [[] for _ in sequences]
+    for chunk in chunks:
+        width = max(chunk)
+        ids = torch.full((len(chunk), width), 60)
+        for b, n in enumerate(chunk):
+            ids[b, :n] = sequences[b, at[b]:at[b] + n]
+        hidden = policy.extend(ids, cache, rows, None if set(chunk) == {width} else torch.tensor(chunk))
+        for b, n in enumerate(chunk):
+            out[b].append(hidden[b, :n])
+            at[b] += n
+    return [torch.cat(parts) for parts in out]
+
+
+WAYS = {  # three rows; each entry is one call, with the number of tokens each row gets
+    "prefill": [[7, 7, 7]],
+    "ragged prefill": [[5, 1, 9]],
+    "ragged append": [[5, 1, 9], [4, 7, 1], [2, 2, 6]],
+    "decode": [[3, 3, 3], [1, 1, 1], [1, 1, 1], [1, 1, 1]],
+    "decode from ragged": [[2, 6, 1], [1, 1, 1], [1, 1, 1]],
+    "prefill, decode, tool turn, decode": [[4, 1, 6], [1, 1, 1], [1, 1, 1], [5, 2, 9], [1, 1, 1]],
+    "one by one": [[1, 1, 1]] * 5,
+    "past 256 positions": [[250, 3, 1], [30, 1, 2], [1, 1, 1]],
+}
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [torch.tensor([3, 0, 4]), 3], ids=["any rows", "first rows"])
+def test_cache_equals_plain_forward(family, way, rows):
+    policy, sequences = make(family), tokens(3, 300)
+    cache = KVCache(policy.config, 5, 300)
+    cache.k.fill_(1e30), cache.v.fill_(-1e30)  # leftovers of rows that were there before
+    for got, row in zip(feed(policy, cache, rows, sequences, WAYS[way]), sequences, strict=True):
+        torch.testing.assert_close(got, policy.hidden(row[None, :len(got)])[0], rtol=1e-5, atol=1e-5)
+    lengths = torch.tensor(WAYS[way]).sum(0)
+    assert cache.length[rows if torch.is_tensor(rows) else slice(0, 3)].tolist() == lengths.tolist()
+
+
+@EVERY_MODEL
+def test_leftovers_past_the_cursor_change_no_bit(family):
+    policy, sequences, results = make(family), tokens(3, 40), []
+    for value in (0.0, 1e30):
+        cache = KVCache(policy.config, 3, 40)
+        cache.k.fill_(value), cache.v.fill_(value)
+        results.append(feed(policy, cache, 3, sequences, [[4, 1, 6], [3, 5, 1], [1, 1, 1]]))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_row_reused_from_cursor_0_forgets_what_it_held():
+    policy, sequences = make(), tokens(2, 12)
+    cache = KVCache(policy.config, 1, 12)
+    feed(policy, cache, 1, sequences[:1], [[12]])
+    cache.length[0] = 0
+    got = feed(policy, cache, 1, sequences[1:], [[3], [1], [4]])[0]
+    torch.testing.assert_close(got, policy.hidden(sequences[1:, :8])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_copied_rows_go_on_as_their_source():
+    policy, sequence = make("qwen3"), tokens(1, 14)
+    cache = KVCache(policy.config, 4, 14)
+    feed(policy, cache, torch.tensor([2]), sequence, [[9]])
+    cache.copy_rows(torch.tensor([2, 2]), torch.tensor([0, 3]))
+    assert cache.length.tolist() == [9, 0, 9, 9]
+    rest = sequence[:, 9:].expand(3, 5)
+    hidden = policy.extend(rest, cache, torch.tensor([0, 2, 3]))
+    want = policy.hidden(sequence)[:, 9:].expand(3, -1, -1)
+    torch.testing.assert_close(hidden, want, rtol=1e-5, atol=1e-5)
+
+
+def by_hand(q, k, v, seen):
+    """Attention head by head in float64; seen [N,S]."""
+    out = torch.empty_like(q, dtype=torch.float64)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            g = h // (q.shape[1] // k.shape[1])
+            scores = (q[b, h].double() @ k[b, g].double().T) / q.shape[-1] ** 0.5
+            out[b, h] = scores.masked_fill(~seen[b], float("-inf")).softmax(-1) @ v[b, g].double()
+    return out.float()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_appended_block_sees_the_lower_right_triangle(kv_heads):
+    draw = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 4, 3, 8, generator=draw)
+    k, v = (torch.randn(2, kv_heads, 7, 8, generator=draw) for _ in range(2))
+    lower_right = (torch.arange(7) <= torch.arange(4, 7)[:, None]).expand(2, 3, 7)
+    want = by_hand(q, k, v, lower_right)
+    torch.testing.assert_close(attend(q, k, v, lower_right), want, rtol=1e-5, atol=1e-5)
+    # the trap: the causal flag aligns to the upper left, and this data tells the two apart
+    flag = torch.nn.functional.scaled_dot_product_attention(q, *(x.repeat_interleave(4 // kv_heads, 1) for x in (k, v)),
+                                                            is_causal=True)
+    assert (flag - want).abs().max() > 0.5
+
+
+@EVERY_MODEL
+def test_full_cache_is_refused(family):
+    policy = make(family)
+    cache = KVCache(policy.config, 2, 10)
+    feed(policy, cache, 2, tokens(2, 8), [[8, 5]])
+    with pytest.raises(ValueError, match="holds 10 tokens a row, 11 are needed"):
+        policy.extend(tokens(2, 3), cache, 2)
+    assert cache.length.tolist() == [8, 5]
+    policy.extend(tokens(2, 5), cache, 2, torch.tensor([2, 5]))  # full to the brim is fine
+    assert cache.length.tolist() == [10, 10]
+
+
+@EVERY_MODEL
+def test_right_padding_and_batch_mates_change_nothing(family):
+    policy, ids = make(family), tokens(3, 12)
+    lengths = [12, 5, 1]
+    other = ids.clone()
+    for b, n in enumerate(lengths):
+        other[b, n:] = 0
+    a, b = policy(ids), policy(other)
+    for row, n in enumerate(lengths):
+        assert torch.equal(a[row, :n], b[row, :n])
+        torch.testing.assert_close(policy(ids[row:row + 1, :n])[0], a[row, :n], rtol=1e-5, atol=1e-5)
+        if n < 12:
+            assert not torch.equal(a[row, n:], b[row, n:])  # the padding itself does differ
+
+
+def test_new_policy_is_fixed_by_its_seed():
+    config = ModelConfig(**SIZES)
+    torch.manual_seed(1)
+    a = new_policy(config, 5)
+    torch.manual_seed(2)
+    b, c = new_policy(config, 5), new_policy(config, 6)
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    assert not any(torch.equal(x, y) for x, y in zip(a.parameters(), c.parameters(), strict=True) if x.ndim == 2)
+    assert float(a.model.embed_tokens.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert float(a.model.layers[0].mlp.gate_proj.weight.detach().std()) == pytest.approx(32 ** -0.5, rel=0.1)
+    assert float(a.model.layers[0].mlp.down_proj.weight.detach().std()) == pytest.approx((48 * 6) ** -0.5, rel=0.1)
+
+
+BAD = {
+    "family": (dict(model_type="mamba"), "model_type 'mamba' is not supported"),
+    "width": (dict(hidden_size=30), "hidden_size 30 is not a multiple of num_attention_heads 4"),
+    "odd head": (dict(head_dim=7), "head_dim 7 must be even"),
+    "groups": (dict(num_key_value_heads=3), "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+    "rope": (dict(rope_scaling={"rope_type": "yarn"}), "rope_scaling type 'yarn' is not supported"),
+    "rope, older name": (dict(rope_scaling={"type": "dynamic"}), "rope_scaling type 'dynamic' is not supported"),
+}
+RAW = dict(model_type="qwen2", hidden_size=32, num_attention_heads=4, vocab_size=61)
+BAD_RAW = {
+    "sliding window": (dict(use_sliding_window=True), "use_sliding_window and mlp_bias are not supported"),
+    "mlp bias": (dict(mlp_bias=True), "use_sliding_window and mlp_bias are not supported"),
+    "activation": (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    "no type": (dict(model_type=None), "has no model_type"),
+    "rope, newer layout": (dict(rope_parameters={"rope_type": "longrope"}), "rope_scaling type 'longrope'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_configuration(case):
+    change, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**(SIZES | change))
+
+
+@pytest.mark.parametrize("case", BAD_RAW)
+def test_bad_config_json(case):
+    change, message = BAD_RAW[case]
+    assert ModelConfig.from_hf(RAW).attention_bias  # fine without the change
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(RAW | change)
+
+
+# ---- bf16 on a CPU: attention without the fused kernel
+
+def test_bf16_attention_is_close_to_float32():
+    """Unit normal data, 24 positions: values within .02, and the gradients' relative error (Euclidean) within .02."""
+    draw = torch.Generator().manual_seed(4)
+    shapes = (2, 4, 24, 16), (2, 2, 24, 16), (2, 2, 24, 16)
+    q, k, v = (torch.randn(s, generator=draw).to(torch.bfloat16) for s in shapes)
+    exact = [x.float().requires_grad_() for x in (q, k, v)]
+    rough = [x.clone().requires_grad_() for x in (q, k, v)]
+    weight = torch.randn(2, 4, 24, 16, generator=draw)
+    want, got = attend(*exact, None), attend(*rough, None)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want, rtol=0.02, atol=0.02)
+    (want * weight).sum().backward()
+    (got.float() * weight).sum().backward()
+    for a, b in zip(exact, rough, strict=True):
+        assert (b.grad.float() - a.grad).norm() / a.grad.norm() < 0.02
+
+
+def test_bf16_attention_is_causal():
+    draw = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(1, 2, 9, 8, generator=draw).to(torch.bfloat16) for _ in range(3))
+    before = attend(q, k, v, None)
+    k[:, :, 5:], v[:, :, 5:] = 50.0, -50.0
+    after = attend(q, k, v, None)
+    assert torch.equal(before[:, :, :5], after[:, :, :5]) and not torch.equal(before[:, :, 5:], after[:, :, 5:])
+
+
+@EVERY_MODEL
+def test_bf16_autocast_of_the_whole_model(family):
+    """Within 3 % of float32 (gradients 6 %) in Euclidean norm; weights and gradients stay float32."""
+    policy, ids = make(family).requires_grad_(True), tokens(2, 20)
+    weight = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(6))
+    results = []
+    for bf16 in (False, True):
+        policy.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            hidden = policy.hidden(ids)
+        (hidden.float() * weight).sum().backward()
+        results.append((hidden.detach().float(), torch.cat([p.grad.flatten() for p in policy.parameters()
+                                                            if p.grad is not None])))
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in policy.parameters() if p.grad is not None)
+    for exact, rough, bound in zip(*results, (0.03, 0.06), strict=True):
+        assert 1e-4 < (rough - exact).norm() / exact.norm() < bound  # above 0: the bf16 path did run
