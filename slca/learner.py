@@ -184,7 +184,7 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
                 ref = token_logprobs(reference, ids, mask == 1, vocabulary, cfg.rollout.temperature, cfg.precision)
             kl = kl_loss(logp, ref, mask, loss_cfg.kl_kind, loss_cfg.aggregation, norm_length, labels=labels, **counts)
             loss = loss + loss_cfg.kl_coef * kl.loss
-            sums["kl"] += float(kl.token_kl.sum())
+            sums["kl"] += float(kl.token_kl.detach().sum())
         if not torch.isfinite(loss):
             raise FloatingPointError(f"policy loss {loss.item()}")
         loss.backward()

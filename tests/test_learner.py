@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from test_model import drawn
 
 from slca import learner
 from slca.advantages import slca_advantages
@@ -30,7 +31,7 @@ from slca.learner import (
     token_logprobs,
 )
 from slca.loss import AGGREGATIONS, kl_loss, policy_loss
-from slca.model import ModelConfig, Policy, new_policy
+from slca.model import ModelConfig, Policy
 from slca.rewards import HierR
 from slca.rollout import Episode
 from slca.sampler import generate
@@ -47,10 +48,7 @@ def load_train():
 
 
 def make(seed: int = 0, vocab: int = V) -> Policy:
-    policy = new_policy(ModelConfig("qwen3", vocab, 32, 48, 2, 4, 2, tie_word_embeddings=seed % 2 == 0), seed)
-    with torch.no_grad():
-        policy.head.mul_(0.16 / policy.head.std())
-    return policy
+    return drawn(ModelConfig("qwen3", vocab, 32, 48, 2, 4, 2, tie_word_embeddings=seed % 2 == 0), seed)
 
 
 def settings(*overrides: str) -> Config:
@@ -115,7 +113,8 @@ BUDGETS = {10_000: 1, 50: 2, 1: len(LAYOUTS)}  # token budget -> micro-batches
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradient_does_not_depend_on_micro_batches(gradient, aggregation, kl):
     """Also: it is that of one plain dense loss over the whole update, so it is not wrong alike in all three."""
-    policy, reference, batch = make(), make(1).requires_grad_(False), make_batch()
+    # weights in float64: what differs between the ways is then the cut, not the rounding of sums (logits are float32)
+    policy, reference, batch = make().double(), make(1).double().requires_grad_(False), make_batch()
     batch.old = batch.logprobs
     how = [f"loss.aggregation={aggregation}", f"loss.kl_coef={kl}", "rollout.temperature=1.3"]
     if aggregation == "segment_mean":
@@ -153,7 +152,7 @@ def test_metrics_do_not_depend_on_micro_batches(gradient):
 
 
 def test_an_update_of_some_rows_has_their_denominator(gradient):
-    policy, batch = make(), make_batch()
+    policy, batch = make().double(), make_batch()
     part = Batch(*(getattr(batch, k)[[1, 4]] for k in ("ids", "labels", "policy_mask", "logprobs")),
                  [batch.lengths[i] for i in (1, 4)], batch.advantages[[1, 4]])
     want = gradient(policy, None, part, settings())
@@ -162,7 +161,7 @@ def test_an_update_of_some_rows_has_their_denominator(gradient):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_rows_without_advantage_are_skipped_but_counted(gradient, monkeypatch, aggregation):
-    policy, batch, run = make(), make_batch(quiet=[0, 3, 4]), []
+    policy, batch, run = make().double(), make_batch(quiet=[0, 3, 4]), []
     plain = learner.token_logprobs
     monkeypatch.setattr(learner, "token_logprobs", lambda p, ids, *a: run.append(len(ids)) or plain(p, ids, *a))
     cfg = settings(f"loss.aggregation={aggregation}")
@@ -223,7 +222,7 @@ def saved_shapes(run) -> list[tuple[int, ...]]:
 
 def test_chunked_head_is_the_dense_one(monkeypatch):
     """Values and gradients, and of the chunked one no logits are kept for the backward pass."""
-    policy, batch = make(1), make_batch()
+    policy, batch = make(1).double(), make_batch()
     mask, results, kept = batch.policy_mask == 1, [], []
     n = int(mask.sum())
     for size in (4096, 7, 1):

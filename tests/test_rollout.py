@@ -13,6 +13,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from test_model import drawn
 
 from slca import chat
 from slca import rollout as rollout_module
@@ -23,7 +24,7 @@ from slca.data.vocabulary import world_tokenizer
 from slca.data.world import KINDS, World
 from slca.judge import RulesJudge, score_episodes
 from slca.learner import Batch, token_logprobs
-from slca.model import ModelConfig, new_policy
+from slca.model import ModelConfig, Policy
 from slca.rollout import Episode, make_sampler, rollout, run_turn, shorten
 from slca.simulator import Simulator
 
@@ -44,10 +45,7 @@ def tok():
 
 @pytest.fixture(scope="module")
 def policy(tok):
-    found = new_policy(ModelConfig("qwen3", tok.size, 32, 48, 2, 4, 2))
-    with torch.no_grad():
-        found.head.mul_(0.16 / found.head.std())
-    return found.requires_grad_(False)
+    return drawn(ModelConfig("qwen3", tok.size, 32, 48, 2, 4, 2)).requires_grad_(False)
 
 
 def settings(*overrides: str) -> Config:
@@ -359,7 +357,7 @@ def test_refill_gives_the_same_episodes(play, policy, tok, max_rows):
 
 def test_refill_of_a_sampling_policy(policy, tok):
     """Nothing scripted: a policy that likes to stop. The response limit holds for rows taken over two rounds."""
-    likes = new_policy(policy.config)
+    likes = Policy(policy.config)
     likes.load_state_dict(policy.state_dict())
     with torch.no_grad():
         likes.head[list(tok.stop_ids)] *= 2.5

@@ -12,10 +12,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from test_model import drawn
 
 from slca import sampler as sampler_module
 from slca.learner import pad, token_logprobs
-from slca.model import ModelConfig, Policy, new_policy
+from slca.model import ModelConfig, Policy
 from slca.sampler import Completion, Sampler, draw, generate, row_stream
 from slca.tokenizer import train_bpe
 
@@ -25,11 +26,8 @@ PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11, 12], [3, 3, 3, 3, 3
 
 def make(vocab: int = V, family: str = "qwen2", seed: int = 0, **shape) -> Policy:
     """A small policy whose distributions have likely and unlikely tokens."""
-    policy = new_policy(ModelConfig(family, vocab, **(dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4) | shape)), seed)
-    with torch.no_grad():
-        policy.head.mul_(0.16 / policy.head.std())
-    return policy.requires_grad_(False)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    return drawn(ModelConfig(family, vocab, **(sizes | shape)), seed).requires_grad_(False)
 
 
 def recomputed(policy: Policy, prompts, completions, temperature: float, vocabulary: int = V) -> list[list[float]]:

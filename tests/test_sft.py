@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
+from test_model import drawn
 
 from slca import chat, sft
 from slca.config import Flaws, SFTConfig
@@ -18,7 +19,7 @@ from slca.data.task import Task
 from slca.data.vocabulary import world_tokenizer
 from slca.data.world import KINDS, World
 from slca.learner import optimizers
-from slca.model import ModelConfig, new_policy
+from slca.model import ModelConfig
 from slca.sft import Row, curriculum_task, demonstration_row, rate_share, sft_step
 
 V = 41
@@ -97,10 +98,7 @@ def rows() -> list[Row]:
 
 
 def make():
-    policy = new_policy(ModelConfig("qwen2", V, 32, 48, 2, 4, 2))
-    with torch.no_grad():
-        policy.head.mul_(0.16 / policy.head.std())
-    return policy
+    return drawn(ModelConfig("qwen2", V, 32, 48, 2, 4, 2))
 
 
 @pytest.mark.parametrize("budget", [1, 20, 10_000])
