@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from slca.config import Config, ConfigError, describe, load_config, to_dict
 from slca.data import DataError, load_tasks
-from slca.evaluation.toucan import evaluate, world_split
+from slca.data.source import world_split
+from slca.evaluation.toucan import evaluate
 from slca.report import metrics_table
 from slca.tokenizer import load_tokenizer
 from slca.weights import load_policy
@@ -36,10 +37,12 @@ def main() -> None:
         result = evaluate(policy, tokenizer, tasks, cfg, args.temperature,
                           lambda done: bar.update(done - bar.n))
     print(metrics_table({"all": result.metrics, **result.by_subset}))
+    print(f"{result.metrics['tool_turns']:.3f} tool turns a task against {result.gold_turns:.3f} in gold")
     if result.skipped:
-        print(f"{result.skipped} of {len(tasks)} tasks left out: prompt over {cfg.rollout.max_prompt_tokens} tokens")
+        print(f"{result.skipped} of {len(tasks)} tasks left out: prompt over {cfg.eval.max_prompt_tokens} tokens")
     report = {"suite": args.suite, "checkpoint": str(args.checkpoint), "data": path or "embedded world, held out",
               "temperature": args.temperature, "metrics": result.metrics, "by_subset": result.by_subset,
+              "gold_turns_per_task": result.gold_turns,
               "skipped": result.skipped, "config": to_dict(cfg)}
     if args.out:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)

@@ -96,7 +96,7 @@ class RolloutConfig:
     max_tool_turns: int = d(6, "A rollout ends after this many rounds of tool results.", lo=0)
     max_calls_per_turn: int = d(20, "Calls of one turn that are executed; the rest are not.", lo=1)
     max_tool_chars: int = d(2048, "A longer tool result keeps its two ends around a marker.", lo=16)
-    max_prompt_tokens: int = d(512, "Tasks with a longer prompt are left out and counted.", lo=1)
+    max_prompt_tokens: int = d(512, "Training leaves tasks with a longer prompt out and counts them.", lo=1)
     max_response_tokens: int = d(320, "Tokens after the prompt, tool results included.", lo=1)
     malformed_call: Literal["observe", "stop"] = d(
         "observe", "A turn with a malformed call gets an error observation (ours) or ends the rollout (the paper's).")
@@ -238,6 +238,7 @@ class RLConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     every: int = d(20, "RL steps between validations; 0: never.", lo=0)
+    max_prompt_tokens: int = d(4096, "Tasks with a longer prompt are left out of an evaluation and counted.", lo=1)
     max_response_tokens: int = d(320, "Tokens after the prompt in an evaluation rollout.", lo=1)
     success_threshold: float = d(0.9, "A rollout succeeds from this process score on.", **FRACTION)
     save_rollouts: bool = d(True, "Write the best and worst rollouts to the run's folder.")
@@ -252,7 +253,8 @@ class LogConfig:
 class Config:
     seed: int = d(0, "Seed of everything that is drawn in the run.")
     threads: int = d(0, "CPU threads a rank; 0: the cores divided by the local ranks.", lo=0)
-    precision: Literal["fp32", "bf16"] = d("fp32", "Compute type of the learner, SFT and RL alike; weights and optimiser stay float32.")
+    precision: Literal["fp32", "bf16"] = d(
+        "fp32", "Compute type of the learner, SFT and RL alike; weights and optimiser stay float32.")
     micro_batch_tokens: int = d(8192, "Padded tokens of one forward and backward pass; memory, not results.", lo=1)
     model: PolicyConfig = d(PolicyConfig, "The policy.")
     data: DataConfig = d(DataConfig, "The tasks.")

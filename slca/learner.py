@@ -21,15 +21,22 @@ from slca.model import Policy
 from slca.segments import SUMMARY, TOOL
 
 HEAD_CHUNK = 4096  # positions whose logits exist at a time
+# Shapes are rounded up to few sizes: the CPU's matrix library keeps a compiled kernel for every shape it meets, and
+# would fill gigabytes with those of every length and count.
+WIDTH_STEP, POSITION_STEP = 32, 256
 
 
 def pad(rows: Sequence[Sequence], width: int | None = None, value=0, dtype=torch.long) -> Tensor:
-    """Ragged rows -> [B, width] filled with `value` on the right."""
-    width = max(map(len, rows)) if width is None else width
+    """Ragged rows -> [B, width] filled with `value` on the right. Without a width: the longest row, rounded up."""
+    width = rounded(max(map(len, rows)), WIDTH_STEP) if width is None else width
     out = torch.full((len(rows), width), value, dtype=dtype)
     for i, row in enumerate(rows):
         out[i, :len(row)] = torch.as_tensor(row, dtype=dtype)
     return out
+
+
+def rounded(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
@@ -71,10 +78,13 @@ def _gathered(hidden: Tensor, head: Tensor, target: Tensor, vocabulary: int, tem
         logits = F.linear(h, w[:vocabulary]).float()
         return -F.cross_entropy(logits if temperature == 1 else logits / temperature, t, reduction="none")
 
-    parts = [(hidden[i:i + HEAD_CHUNK], target[i:i + HEAD_CHUNK]) for i in range(0, max(len(target), 1), HEAD_CHUNK)]
+    count = len(target)
+    spare = rounded(max(count, 1), POSITION_STEP) - count
+    hidden, target = F.pad(hidden, (0, 0, 0, spare)), F.pad(target, (0, spare))
+    parts = [(hidden[i:i + HEAD_CHUNK], target[i:i + HEAD_CHUNK]) for i in range(0, len(target), HEAD_CHUNK)]
     if len(parts) == 1 or not torch.is_grad_enabled():
-        return torch.cat([chunk(h, t, head) for h, t in parts])
-    return torch.cat([checkpoint(chunk, h, t, head, use_reentrant=False) for h, t in parts])
+        return torch.cat([chunk(h, t, head) for h, t in parts])[:count]
+    return torch.cat([checkpoint(chunk, h, t, head, use_reentrant=False) for h, t in parts])[:count]
 
 
 def optimizers(policy: Policy, kind: str, lr: float, weight_decay: float, betas: tuple[float, float],
@@ -145,7 +155,7 @@ def all_logprobs(policy: Policy, batch: Batch, vocabulary: int, cfg: Config) -> 
     """Log-probabilities of all policy tokens under `policy`, float32 [B,T], 0 elsewhere."""
     out = torch.zeros_like(batch.logprobs)
     for rows in micro_batches(batch.lengths, cfg.micro_batch_tokens):
-        width = max(batch.lengths[i] for i in rows)
+        width = rounded(max(batch.lengths[i] for i in rows), WIDTH_STEP)
         out[rows, :width] = token_logprobs(policy, batch.ids[rows, :width], batch.policy_mask[rows, :width] == 1,
                                            vocabulary, cfg.rollout.temperature, cfg.precision)
     return out
@@ -171,7 +181,7 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
     widest, tokens = 0.0, 0
     for part in micro_batches([batch.lengths[i] for i in work], cfg.micro_batch_tokens):
         part = [work[i] for i in part]
-        width = max(batch.lengths[i] for i in part)
+        width = rounded(max(batch.lengths[i] for i in part), WIDTH_STEP)
         ids, mask, labels, stored, advantages = (t[part, :width] for t in (
             batch.ids, batch.policy_mask, batch.labels, batch.logprobs, batch.advantages))
         logp = token_logprobs(policy, ids, mask == 1, vocabulary, cfg.rollout.temperature, cfg.precision)

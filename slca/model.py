@@ -305,7 +305,7 @@ class Policy(nn.Module):
 
 
 def new_policy(config: ModelConfig, seed: int = 0) -> Policy:
-    """A freshly drawn policy: embeddings N(0, .08), matrices N(0, 1/fan_in), the two outputs of a block a tenth of that.
+    """A freshly drawn policy: embeddings N(0, .08), matrices N(0, 1/fan_in), a block's outputs a tenth of it.
 
     Blocks that start quiet leave the tokens themselves in the residual stream: copying is then learnt much sooner than
     with embeddings of .02 under blocks at full size.

@@ -45,7 +45,7 @@ class Episode:
     status: str = ""
     tool_turns: int = 0
     calls: int = 0  # answered by the simulator
-    call_errors: int = 0  # of them, and malformed blocks: answered by an error observation
+    call_errors: int = 0  # error observations, for bad calls and malformed blocks, also where the episode then ends
     calls_cut: int = 0  # beyond the limit of a turn, not executed
     rewards: HierR | None = None
 
@@ -75,14 +75,15 @@ def run_turn(text: str, tools: list[dict], simulator: Simulator, max_calls: int)
     is no valid call gets the simulator's. No call at all: no results.
     """
     parsed = parse_blocks(text)
-    elements: list[object] = [e for block in parsed.blocks for e in ([None] if block is None else block)]
+    unreadable = error_text("a tool call must be JSON between <tool_call> and </tool_call>")
+    answers = []  # a text that is ready, or a call to be answered
+    for block in parsed.blocks:
+        answers += [unreadable] if block is None else [(element,) for element in block]
     unpaired = max(parsed.n_open, parsed.n_close) > len(parsed.blocks)
-    malformed = unpaired or any(block is None for block in parsed.blocks)
-    results = [error_text("a tool call must be JSON between <tool_call> and </tool_call>") if e is None
-               else simulator.respond(e, tools) for e in elements[:max_calls]]
-    if unpaired and not elements:
-        results = [error_text("a tool call must stand between <tool_call> and </tool_call>")]
-    return results, sum(map(is_error, results)), max(0, len(elements) - max_calls), malformed
+    cut = max(0, len(answers) - max_calls)
+    answers = answers[:max_calls] + [unreadable] * unpaired
+    results = [a if isinstance(a, str) else simulator.respond(a[0], tools) for a in answers]
+    return results, sum(map(is_error, results)), cut, unpaired or None in parsed.blocks
 
 
 def shorten(result: str, limit: int) -> str:
@@ -155,6 +156,7 @@ def _after_turn(row: Row, episode: Episode, tokenizer, simulator: Simulator, cfg
     if not turn.stopped:
         return episode.finish("length_limit", rule)
     results, errors, cut, malformed = run_turn(text, episode.task.tools, simulator, bounds.max_calls_per_turn)
+    episode.call_errors, episode.calls_cut = episode.call_errors + errors, episode.calls_cut + cut
     if not results or malformed and bounds.malformed_call == "stop":
         return episode.finish("malformed" if malformed else "answered", rule)
     assistant_turns = sum(role == "assistant" for role, _ in episode.turns)
@@ -167,5 +169,4 @@ def _after_turn(row: Row, episode: Episode, tokenizer, simulator: Simulator, cfg
     episode.append(ids, None)
     episode.turns += [("tool", r) for r in results]
     episode.tool_turns, episode.calls = episode.tool_turns + 1, episode.calls + len(results)
-    episode.call_errors, episode.calls_cut = episode.call_errors + errors, episode.calls_cut + cut
     return ids

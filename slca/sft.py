@@ -5,6 +5,7 @@ little language modelling on them is what makes copying come early in a small mo
 """
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -64,10 +65,21 @@ def rate_share(step: int, warmup: int, decay_from: int | None, decay_steps: int)
     return share
 
 
+def cosine_share(step: int, steps: int, warmup_ratio: float) -> float:
+    """Share of the peak rate: linear warm-up, then half a cosine towards nought, which the last step does not reach."""
+    warmup = max(1, round(warmup_ratio * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+
+
 def sft_step(policy: Policy, optimizers: list, rows: list[Row], share: float, cfg: SFTConfig, vocabulary: int,
              precision: str, token_budget: int) -> dict[str, float]:
     """One update on rows: mean of weight * nll over the step's whole weight, whatever the micro-batches."""
     total = sum(sum(r.weights[1:]) for r in rows)  # the first token of a row is predicted by nothing
+    if not total:
+        raise ValueError("no token of these demonstrations has a loss weight: sft.max_tokens cuts all of them before "
+                         "the assistant writes")
     loss_sum = 0.0
     for batch in micro_batches([len(r.ids) for r in rows], token_budget):
         ids = pad([rows[i].ids for i in batch]).to(policy.device)

@@ -10,17 +10,8 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from slca.report import (
-    GLOSSARY,
-    RunLog,
-    console_line,
-    final_table,
-    read_metrics,
-    rollout_html,
-    smooth,
-    undocumented,
-    write_report,
-)
+from slca.page import rollout_html, smooth, write_report
+from slca.report import GLOSSARY, RunLog, console_line, final_table, read_metrics, undocumented
 
 HOSTILE = '</span><script>alert("x")</script><img src=https://evil.example/a onerror=\'go()\'>&lt;"\u202e\x00\ud800\r'
 METRICS = {"process": 0.8, "summary": 0.5, "success": 0.4, "name_f1": 1.0, "arg_match": 0.9, "parallel": 0.7,

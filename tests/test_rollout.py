@@ -329,14 +329,15 @@ def test_segment_rule_of_a_cut_call_turn(play, tok, segmenter, label):
 
 @pytest.mark.parametrize("how, status, said", [("observe", "answered", 1), ("stop", "malformed", 0)])
 def test_malformed_call_is_observed_or_ends_it(play, tok, how, status, said):
+    """Counted either way; with "stop" nothing is said to the model."""
     e = one(play, tok, ['<tool_call>\n{"name": \n</tool_call>', REPLY], f"rollout.malformed_call={how}")
-    assert (e.status, e.call_errors, len(tool_texts(e)), e.tool_turns) == (status, said, said, said)
+    assert (e.status, e.call_errors, len(tool_texts(e)), e.tool_turns) == (status, 1, said, said)
     assert e.labels[e.prompt_length] == (1 if said else 2)  # without a result it is one run, the summary
 
 
 def test_endless_malformed_calls_are_bounded(play, tok):
     e = one(play, tok, ["<tool_call>\n{{{\n</tool_call>"] * 12, "rollout.max_response_tokens=2000")
-    assert (e.status, e.call_errors, e.tool_turns) == ("turn_limit", 6, 6)
+    assert (e.status, e.call_errors, e.tool_turns) == ("turn_limit", 7, 6)
 
 
 # ---- more rows than places
@@ -381,7 +382,6 @@ def test_key_fixes_the_episodes(policy, tok):
 # ---- what a model may write
 
 BLOCK = "a tool call must be JSON between <tool_call> and </tool_call>"
-ALONE = "a tool call must stand between <tool_call> and </tool_call>"
 PRICE = "find_stock found "  # what the rules answer
 
 
@@ -414,7 +414,7 @@ OUTPUTS = {
     "empty list": (block([]), [], 0, False),  # a block with no call in it: the episode is answered
     "list of a string": (block(["find_stock"]), ["a call must be a JSON object"], 1, False),
     "list of lists": (block([[GOOD]]), ["a call must be a JSON object"], 1, False),
-    "list with null": (block([GOOD, None]), [PRICE, BLOCK], 1, False),
+    "list with null": (block([GOOD, None]), [PRICE, "a call must be a JSON object"], 1, False),
     "good and bad in a list": (block([GOOD, call({})]), [PRICE, "missing required argument: symbol"], 1, False),
     "no name": (block({"arguments": {"symbol": "Bakedo"}}), ["a call needs a name"], 1, False),
     "empty name": (block(call({}, "")), ["a call needs a name"], 1, False),
@@ -438,10 +438,11 @@ OUTPUTS = {
     "half a surrogate pair as value": (block('{"name": "find_stock", "arguments": {"symbol": "\\ud800"}}'), [PRICE], 0,
                                        False),
     "half a surrogate pair as name": (block('{"name": "\\ud83d", "arguments": {}}'), ["not found"], 1, False),
-    "unclosed tag": ('<tool_call>\n{"name": "find_stock"', [ALONE], 1, True),
-    "unclosed tag around a whole call": ("<tool_call>\n" + json.dumps(GOOD), [ALONE], 1, True),
-    "closing tag alone": (json.dumps(GOOD) + "</tool_call>", [ALONE], 1, True),
-    "tag within a tag": ("<tool_call>" + block(GOOD), [BLOCK], 1, True),
+    "unclosed tag": ('<tool_call>\n{"name": "find_stock"', [BLOCK], 1, True),
+    "unclosed tag around a whole call": ("<tool_call>\n" + json.dumps(GOOD), [BLOCK], 1, True),
+    "closing tag alone": (json.dumps(GOOD) + "</tool_call>", [BLOCK], 1, True),
+    "tag within a tag": ("<tool_call>" + block(GOOD), [BLOCK, BLOCK], 2, True),
+    "a good call, then a tag left open": (block(GOOD) + "<tool_call>", [PRICE, BLOCK], 1, True),
     "a call in the reasoning": (f"<think>{block(GOOD)}</think> Fine.", [], 0, False),
     "no call": ("Hello there.", [], 0, False),
     "nothing": ("", [], 0, False),
@@ -452,7 +453,7 @@ OUTPUTS = {
     "integer of 4,000 digits": (block(WITH_DAYS % ("9" * 4000)), ["number out of range"], 1, False),
     "huge text": (block("x" * 1_000_000), [BLOCK], 1, True),
     "huge name": (block(call({}, "x" * 1_000_000)), ["not found"], 1, False),
-    "a thousand open tags": ("<tool_call>" * 1000, [ALONE], 1, True),
+    "a thousand open tags": ("<tool_call>" * 1000, [BLOCK], 1, True),
 }
 
 

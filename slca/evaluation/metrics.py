@@ -1,10 +1,13 @@
-"""Rollouts -> the paper's in-domain metrics (Table 1) and the counts behind tool redundancy."""
+"""Rollouts -> the paper's in-domain metrics (Table 1), the counts behind tool redundancy, and a step's own metrics."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
 
+from slca.advantages import Advantages
+from slca.learner import Batch
 from slca.rollout import Episode
+from slca.segments import SUMMARY, TOOL
 
 TOLERANCE = 1e-9  # .1 + .25 + .15 + .1 + .3 is .8999999999999999 in floats
 
@@ -34,7 +37,7 @@ def metrics(episodes: Sequence[Episode], success_threshold: float = 0.9) -> dict
 
 
 def values_right(episodes: Sequence[Episode]) -> float:
-    """Share of gold argument values copied right, over episodes that call where calls are due: the copy gate's figure."""
+    """Share of gold argument values that are right, over episodes that call where calls are due: the copy gate."""
     made = [e.rewards.value for e in episodes if not e.rewards.gold_empty and e.rewards.n_predicted]
     return fmean(made) if made else 0.0
 
@@ -43,3 +46,32 @@ def by_subset(episodes: Sequence[Episode], success_threshold: float = 0.9) -> di
     """The same metrics for each kind of task."""
     kinds = sorted({e.task.subset for e in episodes})
     return {k: metrics([e for e in episodes if e.task.subset == k], success_threshold) for k in kinds}
+
+
+def step_metrics(episodes: Sequence[Episode], batch: Batch, advantages: Advantages) -> dict[str, float]:
+    """What the scored rollouts of a training step were like; `report.GLOSSARY` explains each."""
+    n, scores, mask = len(episodes), [e.rewards for e in episodes], batch.policy_mask == 1
+    known, size = metrics(episodes), advantages.tokens.abs()
+    groups: dict[int, list[int]] = {}
+    for i, e in enumerate(episodes):
+        groups.setdefault(e.group, []).append(i)
+
+    def mean_size(where) -> float:
+        return float(size[where].mean()) if bool(where.any()) else 0.0
+
+    def dead(stream) -> float:
+        return sum(not bool(stream[rows].any()) for rows in groups.values()) / len(groups)
+
+    picked = ("process", "summary", "success", "name_f1", "parallel", "no_call", "redundant_calls", "calls_per_task",
+              "tool_turns")
+    return {k: known[k] for k in picked} | {
+        "reward": sum(s.total for s in scores) / n, "fmt": sum(s.fmt for s in scores) / n,
+        "key": sum(s.key for s in scores) / n, "value": sum(s.value for s in scores) / n,
+        "malformed": sum(s.n_valid < max(s.n_open, s.n_close) for s in scores) / n,
+        "turn_limit": sum(e.status == "turn_limit" for e in episodes) / n,
+        "length_limit": sum(e.status in ("length_limit", "tool_overflow") for e in episodes) / n,
+        "response_tokens": sum(e.response_length for e in episodes) / n,
+        "advantage_abs": mean_size(mask), "advantage_tool": mean_size(batch.labels == TOOL),
+        "advantage_summary": mean_size(batch.labels == SUMMARY), "dead_tool": dead(advantages.tool),
+        "dead_summary": dead(advantages.summary), "entropy": -float(batch.logprobs[mask].mean()),
+    }

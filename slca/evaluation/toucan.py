@@ -6,34 +6,29 @@ the same way. Tasks whose prompt is over the limit are left out and counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from slca import chat
 from slca.config import Config
 from slca.data.task import Task
-from slca.data.world import World
 from slca.evaluation.metrics import by_subset, metrics
 from slca.judge import RulesJudge, score_episodes
 from slca.model import Policy
+from slca.rewards import gold_steps
 from slca.rollout import Episode, rollout
 from slca.simulator import Simulator
 
 BATCH = 256  # tasks rolled out at a time
 
 
-def world_split(cfg: Config, split: str) -> World:
-    """The embedded world's split under a run's configuration; only training shows flawed demonstrations."""
-    mix = {f.name: getattr(cfg.data.mix, f.name) for f in fields(cfg.data.mix)}
-    return World(split, cfg.seed, mix, cfg.data.flaws if split == "train" else None, cfg.data.tools_per_task,
-                 cfg.simulator.seed)
-
-
 @dataclass
 class Result:
-    """metrics: the M of the run's summary; by_subset the same for each kind; skipped: prompts over the limit."""
+    """metrics: the M of the run's summary; by_subset the same for each kind; gold_turns: mean gold steps a task, to
+    hold against tool_turns; skipped: prompts over the limit."""
 
     metrics: dict[str, float]
     by_subset: dict[str, dict[str, float]]
+    gold_turns: float
     episodes: list[Episode]
     skipped: int
 
@@ -44,10 +39,10 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
     simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema)
     judge = RulesJudge(seed=cfg.judge.seed)  # the noise is a condition of training; evaluation is not disturbed
     prompts = [chat.render(t.messages, t.tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
-    kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.rollout.max_prompt_tokens]
+    kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.eval.max_prompt_tokens]
     if not kept:
-        raise ValueError(f"none of {len(tasks)} tasks has a prompt within {cfg.rollout.max_prompt_tokens} tokens "
-                         "(rollout.max_prompt_tokens)")
+        raise ValueError(f"none of {len(tasks)} tasks has a prompt within {cfg.eval.max_prompt_tokens} tokens "
+                         "(eval.max_prompt_tokens)")
     episodes: list[Episode] = []
     for start in range(0, len(kept), BATCH):
         part = kept[start:start + BATCH]
@@ -57,7 +52,9 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
         progress(len(episodes))
     score_episodes(episodes, judge, cfg.reward, cfg.judge.failure_score)
     threshold = cfg.eval.success_threshold
-    return Result(metrics(episodes, threshold), by_subset(episodes, threshold), episodes, len(tasks) - len(kept))
+    gold_turns = sum(len(gold_steps(e.task.gold_calls)) for e in episodes) / len(episodes)
+    return Result(metrics(episodes, threshold), by_subset(episodes, threshold), gold_turns, episodes,
+                  len(tasks) - len(kept))
 
 
 EVALUATION = 2**31  # marks evaluation in the key of a row's random stream, apart from every training step

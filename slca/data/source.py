@@ -1,0 +1,113 @@
+"""Where a run's tasks come from: the embedded world by number, or files. Everything is fixed by seed and step.
+
+Left out: any state. Step `s` asks for its demonstrations or prompts and gets the same ones in every run.
+"""
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+
+from slca import chat
+from slca.config import Config
+from slca.data.task import Task
+from slca.data.toucan import DataError, load_tasks
+from slca.data.world import World
+from slca.sft import Row, curriculum_task, demonstration_row
+
+POOL_STEPS = 8  # SFT steps whose rows are drawn together and sorted by length
+RL_TASKS = 10_000_000  # the world's RL prompts are numbered from here, apart from every demonstration
+
+
+def world_split(cfg: Config, split: str) -> World:
+    """The embedded world's split under a run's configuration; only training shows flawed demonstrations."""
+    mix = {f.name: getattr(cfg.data.mix, f.name) for f in fields(cfg.data.mix)}
+    return World(split, cfg.seed, mix, cfg.data.flaws if split == "train" else None, cfg.data.tools_per_task,
+                 cfg.simulator.seed)
+
+
+class TaskSource:
+    """Demonstrations and prompts by step; `validation` and `heldout` are lists. Raises DataError for unusable files."""
+
+    def __init__(self, cfg: Config, tokenizer):
+        self.cfg, self.tokenizer, d = cfg, tokenizer, cfg.data
+        self.train = self.sft = self.world = self.pool = None
+        if d.kind == "world":
+            self.world, validation, heldout = (world_split(cfg, s) for s in ("train", "validation", "heldout"))
+            self.validation, self.heldout = validation.tasks(d.validation_tasks), heldout.tasks(d.eval_tasks)
+            return
+        if cfg.rl.enabled:
+            self.train = self._short_enough(load_tasks(d.train), d.train)
+        if cfg.sft.enabled:
+            self.sft = [t for t in load_tasks(d.sft) if t.demonstration]
+            if not self.sft:
+                raise DataError(f"{d.sft}: no row has a demonstration to learn from")
+        pool = load_tasks(d.heldout) if d.heldout else self.train or self.sft
+        if not d.heldout:
+            print("data.heldout is not given: the tables are over training tasks")
+        self.heldout, self.validation = pool[:d.eval_tasks], pool[:min(d.validation_tasks, d.eval_tasks)]
+
+    def _short_enough(self, tasks: list[Task], path: str) -> list[Task]:
+        """Tasks whose prompt is within the limit; says how many are not."""
+        limit, wanted = self.cfg.rollout.max_prompt_tokens, self.cfg.rl.prompts_per_step
+        kept = [t for t in tasks if self._prompt_length(t) <= limit]
+        if len(kept) < wanted:
+            raise DataError(f"{path}: {len(kept)} of {len(tasks)} prompts are within rollout.max_prompt_tokens = "
+                            f"{limit}, rl.prompts_per_step asks for {wanted}")
+        if len(kept) < len(tasks):
+            print(f"{path}: {len(tasks) - len(kept)} of {len(tasks)} prompts are over {limit} tokens, left out")
+        return kept
+
+    def _prompt_length(self, task: Task) -> int:
+        return len(chat.render(task.messages, task.tools, self.tokenizer, parallel=self.cfg.chat.parallel))
+
+    def sft_steps(self) -> int:
+        """The most steps SFT may take."""
+        sft = self.cfg.sft
+        by_epochs = sft.epochs * len(self.sft) // sft.rows_per_step if sft.epochs and self.sft else None
+        return max(1, min(n for n in (sft.max_steps, by_epochs) if n is not None))
+
+    def curriculum_steps(self) -> int:
+        return int(self.cfg.sft.curriculum_fraction * self.sft_steps()) if self.world else 0
+
+    def rl_steps(self) -> int:
+        return self.cfg.rl.planned_steps(len(self.train or []))
+
+    def demonstrations(self, step: int) -> list[Row]:
+        """Rows of an SFT step. Eight steps share a pool that is sorted by length: little padding, half the time."""
+        pool, at = divmod(step, POOL_STEPS)
+        if self.pool != pool:
+            sft, n = self.cfg.sft, self.cfg.sft.rows_per_step
+            first, size = pool * POOL_STEPS * n, POOL_STEPS * n
+            if self.world:
+                progress = pool * POOL_STEPS / max(1, self.curriculum_steps())
+                tasks = [curriculum_task(self.world, i, progress) for i in range(first, first + size)]
+            else:
+                tasks = self._slice(self.sft, first, size)
+            rows = sorted((demonstration_row(t, self.tokenizer, self.cfg.chat.parallel, sft.prompt_loss_weight,
+                                             sft.max_tokens) for t in tasks), key=lambda row: len(row.ids))
+            steps = [rows[i:i + n] for i in range(0, size, n)]
+            random.Random(f"{self.cfg.seed}/{pool}").shuffle(steps)
+            self.pool, self.rows = pool, steps
+        return self.rows[at]
+
+    def prompts(self, step: int) -> list[Task]:
+        """Tasks of an RL step. The world's are all far below any sensible limit; one above it is an error."""
+        n, limit = self.cfg.rl.prompts_per_step, self.cfg.rollout.max_prompt_tokens
+        if not self.world:
+            return self._slice(self.train, step * n, n)
+        tasks = self.world.tasks(n, RL_TASKS + step * n)
+        longest = max(map(self._prompt_length, tasks))
+        if longest > limit:
+            raise DataError(f"the embedded world: a prompt of {longest} tokens, rollout.max_prompt_tokens = {limit}")
+        return tasks
+
+    def _slice(self, tasks: list[Task], first: int, n: int) -> list[Task]:
+        """n tasks from number `first` on of an endless stream: the list shuffled anew each epoch."""
+        order: dict[int, list[int]] = {}
+        found = []
+        for i in range(first, first + n):
+            epoch, at = divmod(i, len(tasks))
+            if epoch not in order:
+                order[epoch] = random.Random(f"{self.cfg.seed}/{epoch}").sample(range(len(tasks)), len(tasks))
+            found.append(tasks[order[epoch][at]])
+        return found
