@@ -6,6 +6,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,3 +155,9 @@ def test_final_table():
 def test_smoothing_is_unbiased_at_the_start():
     assert smooth([2.0, 2.0, 2.0]) == pytest.approx([2, 2, 2])
     assert smooth([0.0, 1.0], 0.5) == pytest.approx([0, 2 / 3])  # (0.5 * 0 * 0.5 + 0.5 * 1) / 0.75
+
+
+def test_the_readme_explains_every_metric():
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    missing = [name for name, sentence in GLOSSARY.items() if f"| `{name}` | {sentence} |" not in readme]
+    assert missing == []
