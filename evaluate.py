@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from slca.config import Config, ConfigError, describe, load_config, to_dict
-from slca.data import DataError, load_tasks
+from slca.config import Config, describe, load_config, to_dict
+from slca.data import load_tasks
 from slca.data.source import world_split
 from slca.evaluation.toucan import evaluate
+from slca.learner import use_threads
 from slca.report import metrics_table
 from slca.tokenizer import load_tokenizer
 from slca.weights import load_policy
@@ -28,7 +28,10 @@ from slca.weights import load_policy
 def main() -> None:
     args = arguments()
     cfg = checkpoint_config(args)
-    torch.set_num_threads(cfg.threads or len(os.sched_getaffinity(0)))
+    use_threads(cfg.threads)
+    if args.out:  # before the work, so that a path that cannot be written loses nothing
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.out).open("a").close()
     tokenizer, policy = load_tokenizer(args.checkpoint), load_policy(args.checkpoint)
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     path = args.data or cfg.data.heldout
@@ -45,7 +48,6 @@ def main() -> None:
               "gold_turns_per_task": result.gold_turns,
               "skipped": result.skipped, "config": to_dict(cfg)}
     if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
@@ -62,7 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--suite", choices=["toucan"], required=True)
     parser.add_argument("--checkpoint", required=True, help="folder with config.json, safetensors and tokenizer")
     parser.add_argument("--data", help="tasks (JSONL, JSON or parquet); default: data.heldout, or the embedded world")
-    parser.add_argument("--config", nargs="+", metavar="F.yaml")
+    parser.add_argument("--config", nargs="+", action="extend", metavar="F.yaml")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="a.b=c")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, the protocol's")
     parser.add_argument("--out", metavar="F.json")
@@ -72,5 +74,5 @@ def arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main()
-    except (ConfigError, DataError, FileNotFoundError, ValueError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:  # configuration, data and checkpoint errors among them
         raise SystemExit(f"error: {error}") from error

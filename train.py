@@ -21,18 +21,19 @@ import torch
 from tqdm import tqdm
 
 from slca.advantages import Advantages, grpo_advantages, slca_advantages
-from slca.config import Config, ConfigError, describe, load_config, save_config
-from slca.data import DataError, Task
+from slca.config import Config, describe, load_config, save_config
+from slca.data import Task
 from slca.data.source import TaskSource
 from slca.data.vocabulary import world_tokenizer
 from slca.evaluation.metrics import step_metrics, values_right
 from slca.evaluation.toucan import evaluate
 from slca.judge import RulesJudge, score_episodes
-from slca.learner import Batch, all_logprobs, optimizers, policy_update, set_rate
+from slca.learner import Batch, all_logprobs, optimizers, policy_update, set_rate, use_threads
 from slca.model import ModelConfig, Policy, new_policy
 from slca.page import write_report
 from slca.report import RunLog, best_and_worst, console_line, final_table, record, stretches
 from slca.rollout import Episode, make_sampler, rollout
+from slca.segments import segment_labels
 from slca.sft import cosine_share, rate_share, sft_step
 from slca.simulator import Simulator
 from slca.tokenizer import load_tokenizer
@@ -41,8 +42,12 @@ from slca.weights import load_policy, save_policy
 
 def main() -> None:
     args = arguments()
-    cfg = load_config(args.config or [Path(__file__).parent / "configs" / "tiny.yaml"], args.set)
-    run = Run(cfg, Path(args.out))
+    out = Path(args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
+    if args.resume and not (out / "config.yaml").is_file():
+        raise SystemExit("error: --resume needs --out with the folder of an earlier run")
+    files = args.config or [out / "config.yaml" if args.resume else Path(__file__).parent / "configs" / "tiny.yaml"]
+    cfg = load_config(files, args.set)
+    run = Run(cfg, out)
     if args.dry_run:
         return run.dry_run()
     run.open_folder(args.resume)
@@ -62,7 +67,7 @@ class Run:
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         if ranks > 1:
             raise SystemExit(f"train.py runs on one rank so far; torchrun started {ranks}")
-        torch.set_num_threads(cfg.threads or len(os.sched_getaffinity(0)))
+        use_threads(cfg.threads)
         self.tokenizer, self.policy = build_policy(cfg)
         self.policy.to("cuda" if torch.cuda.is_available() else "cpu")
         self.simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema)
@@ -112,10 +117,10 @@ class Run:
                                cfg.rollout.temperature)
         bar = tqdm(range(self.tasks.rl_steps()), desc="RL", unit="step", dynamic_ncols=True)
         for step in bar:
-            start, records = time.time(), []
+            start, records, tasks = time.time(), [], self.tasks.prompts(step)
             try:
-                episodes = rollout(self.policy, self.tokenizer, self.tasks.prompts(step), self.simulator, cfg,
-                                   rl.group_size, (cfg.seed, step), cfg.rollout.temperature, sampler=sampler)
+                episodes = rollout(self.policy, self.tokenizer, tasks, self.simulator, cfg, rl.group_size,
+                                   (cfg.seed, step), cfg.rollout.temperature, sampler=sampler)
                 score_episodes(episodes, self.judge, cfg.reward, cfg.judge.failure_score)
                 sampled = time.time()
 
@@ -129,7 +134,7 @@ class Run:
             except FloatingPointError as error:
                 self.stop(f"RL step {step + 1}: {error}",
                           [record(e, a, self.tokenizer, step + 1, "worst")
-                           for e, a in zip(episodes, records, strict=True)] if records else [])
+                           for e, a in zip(episodes, records, strict=True)] if records else list(map(asdict, tasks)))
 
             row = step_metrics(episodes, batch, advantages) | updates
             row |= {"lr": found[0].param_groups[0]["lr"], "rollout_s": sampled - start,
@@ -139,7 +144,7 @@ class Run:
                 row |= {f"val_{k}": v for k, v in self.evaluate(self.tasks.validation).metrics.items()}
             row = self.log.write("rl", step + 1, row | {"time_s": time.time() - start})
             bar.write(console_line(step + 1, row))
-            if cfg.eval.save_rollouts:
+            if cfg.log.keep_rollouts:
                 self.log.save_rollouts(step + 1, best_and_worst(episodes, records, self.tokenizer, step + 1,
                                                                 cfg.log.keep_rollouts))
         bar.close()
@@ -166,11 +171,13 @@ class Run:
     def open_folder(self, resume: bool) -> None:
         if self.folder.exists() and any(self.folder.iterdir()) and not resume:
             raise SystemExit(f"{self.folder} is not empty: give another --out, or --resume to go on from its stages")
+        if resume and (self.folder / "summary.json").exists():
+            earlier = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+            if earlier["seed"] != self.cfg.seed:
+                raise SystemExit(f"error: {self.folder} is a run of seed {earlier['seed']}, not {self.cfg.seed}")
+            self.summary, self.started = earlier, self.started - earlier["wall_s"]
         self.log = RunLog(self.folder)
         save_config(self.cfg, self.folder / "config.yaml")
-        if resume and (self.folder / "summary.json").exists():
-            self.summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-            self.started -= self.summary["wall_s"]
 
     def stage(self, name: str, work) -> None:
         """Do a stage, save its checkpoint, evaluate it. What an earlier run finished of it is taken from there."""
@@ -208,17 +215,20 @@ class Run:
         print(f"{self.summary['wall_s'] / 60:.1f} minutes, {peak_memory_gb():.1f} GB; see {write_report(self.folder)}")
 
     def dry_run(self) -> None:
-        """The first demonstration and the first RL batch, decoded with labels, and what they take. Writes nothing."""
+        """The first SFT and the first RL batch, decoded with labels, and what they take. Writes nothing."""
         cfg = self.cfg
+        print("labels before each stretch of text: 0 ignored, 1 tool, 2 summary")
         if cfg.sft.enabled:
-            row = self.tasks.demonstrations(0)[0]
-            print(f"\nfirst demonstration, {len(row.ids)} tokens (loss weight before each stretch):")
-            print(stretches(row.ids, row.weights, self.tokenizer))
+            for i, row in enumerate(self.tasks.demonstrations(0)):
+                labels = segment_labels(torch.tensor([[float(w == 1) for w in row.weights]]))[0].tolist()
+                print(f"\ndemonstration {i}, {len(row.ids)} tokens:\n{stretches(row.ids, labels, self.tokenizer)}")
         if cfg.rl.enabled:
             episodes = rollout(self.policy, self.tokenizer, self.tasks.prompts(0), self.simulator, cfg,
                                cfg.rl.group_size, (cfg.seed, 0), cfg.rollout.temperature)
-            print(f"\nfirst rollout of {len(episodes)} (labels: 0 ignored, 1 tool, 2 summary):")
-            print(stretches(episodes[0].ids, episodes[0].labels, self.tokenizer))
+            for e in episodes[::cfg.rl.group_size]:
+                print(f"\nprompt {e.group}, first of {cfg.rl.group_size} rollouts, {e.prompt_length} + "
+                      f"{e.response_length} tokens, {e.status}:\n{stretches(e.ids, e.labels, self.tokenizer)}")
+            print(f"\n{len(episodes)} rollouts")
             for name, lengths in (("prompt", [e.prompt_length for e in episodes]),
                                   ("response", [e.response_length for e in episodes])):
                 print(f"{name} tokens: mean {sum(lengths) / len(lengths):.0f}, max {max(lengths)}")
@@ -259,10 +269,12 @@ def peak_memory_gb() -> float:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog="settings:\n" + describe().replace("%", "%%"))
-    parser.add_argument("--config", nargs="+", metavar="F.yaml", help="files merged left to right over the defaults")
+    parser.add_argument("--config", nargs="+", action="extend", metavar="F.yaml",
+                        help="files merged left to right over the defaults; default: configs/tiny.yaml")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="a.b=c", help="settings by name")
-    parser.add_argument("--out", default=time.strftime("runs/%Y%m%d-%H%M%S"), help="the run's folder")
-    parser.add_argument("--resume", action="store_true", help="go on in --out from its last finished stage")
+    parser.add_argument("--out", metavar="DIR", help="the run's folder; default: runs/ and the time")
+    parser.add_argument("--resume", action="store_true",
+                        help="go on in --out after its last finished stage, with its configuration and any --set")
     parser.add_argument("--dry-run", action="store_true", help="show the first batches and stop")
     return parser.parse_args()
 
@@ -270,5 +282,5 @@ def arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main()
-    except (ConfigError, DataError, FileNotFoundError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:  # configuration, data and checkpoint errors among them
         raise SystemExit(f"error: {error}") from error

@@ -25,9 +25,9 @@ class Advantages(NamedTuple):
     summary: Tensor  # [B] summary stream, likewise
 
 
-def per_rollout(values: Values, n: int, name: str) -> Tensor:
+def per_rollout(values: Values, n: int, name: str, device: torch.device | None = None) -> Tensor:
     """values -> float64 [n]: exact for whatever comes in, so that rounding waits until equal members have cancelled."""
-    x = torch.as_tensor(values, dtype=torch.float64).detach()
+    x = torch.as_tensor(values, dtype=torch.float64).detach().to(device)
     if x.shape != (n,):
         raise ValueError(f"{name} must have shape [{n}], got {list(x.shape)}")
     return x
@@ -67,7 +67,7 @@ def group_normalize(scores: Values, group_ids: Groups, present: Tensor | Sequenc
     if x.dim() != 1:
         raise ValueError(f"scores must have shape [B], got {list(x.shape)}")
     n = len(x)
-    here = torch.ones_like(x, dtype=torch.bool) if present is None else torch.as_tensor(present, device=x.device).bool()
+    here = torch.ones_like(x, dtype=torch.bool) if present is None else torch.as_tensor(present).to(x.device).bool()
     if here.shape != x.shape:
         raise ValueError(f"present must have shape [{n}], got {list(here.shape)}")
     if not x[here].isfinite().all():
@@ -113,12 +113,12 @@ def slca_advantages(labels: Tensor, group_ids: Groups, tool_reward: Values, summ
     """
     on_tool, on_summary = checked_labels(labels)
     n = len(on_tool)
-    total = per_rollout(total_reward, n, "total_reward")
-    penalised = (per_rollout(omission, n, "omission") > 0.5) | (total < 0)
-    tool = torch.where(penalised, 0.0, per_rollout(tool_reward, n, "tool_reward"))
-    summary = torch.where(penalised, total, per_rollout(summary_reward, n, "summary_reward"))
+    total = per_rollout(total_reward, n, "total_reward", on_tool.device)
+    penalised = (per_rollout(omission, n, "omission", on_tool.device) > 0.5) | (total < 0)
+    tool = torch.where(penalised, 0.0, per_rollout(tool_reward, n, "tool_reward", on_tool.device))
+    summary = torch.where(penalised, total, per_rollout(summary_reward, n, "summary_reward", on_tool.device))
     if kl_share is not None:
-        share = torch.as_tensor(kl_share, dtype=torch.float64).detach()
+        share = torch.as_tensor(kl_share, dtype=torch.float64).detach().to(on_tool.device)
         if share.shape != on_tool.shape:
             raise ValueError(f"kl_share must have shape {list(on_tool.shape)}, got {list(share.shape)}")
         tool = tool + torch.where(on_tool, share, 0.0).sum(1)
@@ -153,5 +153,6 @@ def grpo_advantages(policy_mask: Tensor, group_ids: Groups, total_reward: Values
     score (GRPO's convention). Raises ValueError for bad shapes.
     """
     mask = binary_mask(policy_mask)
-    a = whole_group_normalize(per_rollout(total_reward, len(mask), "total_reward"), group_ids, divide_by_std, eps)
+    total = per_rollout(total_reward, len(mask), "total_reward", mask.device)
+    a = whole_group_normalize(total, group_ids, divide_by_std, eps)
     return Advantages(torch.where(mask, a[:, None], 0.0), a, a)

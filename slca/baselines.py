@@ -21,8 +21,8 @@ def toolpo_advantages(labels: Tensor, group_ids: Groups, outcome_reward: Values,
     """
     on_tool, on_summary = checked_labels(labels)
     n = len(on_tool)
-    outcome = whole(per_rollout(outcome_reward, n, "outcome_reward"), group_ids, divide_by_std, eps)
-    action = per_rollout(action_reward, n, "action_reward")
+    outcome = whole(per_rollout(outcome_reward, n, "outcome_reward", on_tool.device), group_ids, divide_by_std, eps)
+    action = per_rollout(action_reward, n, "action_reward", on_tool.device)
     tool = lambda_tool * group_normalize(action, group_ids, on_tool.any(1), divide_by_std, eps)
     return Advantages(route(tool, outcome, on_tool, on_summary, ((1, 1), (0, 1))), tool, outcome)
 
@@ -34,7 +34,7 @@ def rltr_advantages(labels: Tensor, group_ids: Groups, planner_reward: Values, d
     labels [B,T], planner_reward [B] (completeness plus penalties, or -1 for an invalid format) -> float32.
     """
     on_tool, on_summary = checked_labels(labels)
-    reward = per_rollout(planner_reward, len(on_tool), "planner_reward")
+    reward = per_rollout(planner_reward, len(on_tool), "planner_reward", on_tool.device)
     tool = group_normalize(reward, group_ids, on_tool.any(1), divide_by_std, eps)
     silent = torch.zeros_like(tool)
     return Advantages(route(tool, silent, on_tool, on_summary, ((1, 0), (0, 1))), tool, silent)

@@ -52,10 +52,14 @@ def render(
 def render_text(
     messages: Sequence[dict],
     tools: Sequence[dict] | None,
+    tokenizer: Tokenizer | None = None,
     add_generation_prompt: bool = True,
     parallel: str = "list",
 ) -> str:
-    """The text whose ids `render` gives; with parallel="blocks" it is that of Qwen2.5's own template."""
+    """The text whose ids `render` gives; with parallel="blocks" it is that of Qwen2.5's own template.
+
+    The arguments are those of `render`; a tokenizer is not needed.
+    """
     return "".join(text for text, _ in _dialogue(messages, tools, add_generation_prompt, parallel))
 
 
@@ -138,7 +142,7 @@ def _assistant(message: dict, i: int, parallel: str) -> Iterator[Span]:
         yield f"\n{reasoning}\n", False
         yield "</think>", True
         yield "\n\n", True
-    content = _content(message, i, required=not calls and not reasoning)
+    content = _content(message, i, required="tool_calls" not in message and not reasoning)
     for k, part in enumerate(ASSISTANT_TAGS.split(content)):
         if part:
             yield part, k % 2 == 1

@@ -64,11 +64,11 @@ class Flaws:
 class TaskMixConfig:
     """Shares of the embedded world's kinds of task; they sum to 1."""
 
-    single: float = d(0.26, "One call answers it.", **FRACTION)
+    single: float = d(0.28, "One call answers it.", **FRACTION)
     parallel: float = d(0.34, "Several calls due in one step.", **FRACTION)
     dependent: float = d(0.22, "A second call needs the first one's result.", **FRACTION)
     history: float = d(0.10, "An earlier turn of the dialogue is needed.", **FRACTION)
-    no_call: float = d(0.08, "No tool is needed; gold is empty.", **FRACTION)
+    no_call: float = d(0.06, "No tool is needed; gold is empty.", lo=0.0, hi=0.1)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class DataConfig:
     train: str | None = d(None, "kind toucan: file of RL tasks.")
     sft: str | None = d(None, "kind toucan: file of demonstrations.")
     heldout: str | None = d(None, "kind toucan: file of tasks for validation and the final tables.")
-    tools_per_task: int = d(3, "kind world: tools offered in a prompt.", lo=1)
+    tools_per_task: int = d(3, "kind world: tools offered in a prompt, of its 20 families.", lo=1, hi=20)
     eval_tasks: int = d(200, "Held-out tasks behind the final tables.", lo=1)
     validation_tasks: int = d(64, "Held-out tasks behind the validations while training.", lo=1)
     flaws: Flaws = d(Flaws, "kind world: bad habits in the demonstrations.")
@@ -107,15 +107,14 @@ class RolloutConfig:
 @dataclass(frozen=True)
 class SimulatorConfig:
     responder: Literal["rules"] = d("rules", "What answers a valid call: the offline rules.")
-    seed: int = d(0, "Seed of the values that query tools answer with.")
+    seed: int = d(0, "Seed of the values that query tools answer with.", lo=0, hi=2**32 - 1)
     use_schema: bool = d(True, "Check calls against the task's schemas; false is the paper's condition without SGLS.")
 
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    kind: Literal["rules"] = d("rules", "What rates the reply: the offline rules.")
     noise: float = d(0.0, "Chance that a rating moves one step, to study an unreliable judge.", **FRACTION)
-    seed: int = d(0, "Seed of that noise.")
+    seed: int = d(0, "Seed of that noise.", lo=0, hi=2**32 - 1)
     failure_score: float = d(0.0, "Summary score when the judge fails or its rating cannot be read.", **FRACTION)
 
 
@@ -168,7 +167,8 @@ class LossConfig:
     dual_clip: float = d(3.0, "Bound on the loss of negative advantages, in multiples of the advantage.", above=1)
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_over_constant",
                          "segment_mean"] = d("token_mean", "How the token losses of an update become one number.")
-    norm_length: int | None = d(None, "seq_sum_over_constant: the constant; null: the padded width.", lo=1)
+    norm_length: int | None = d(
+        None, "seq_sum_over_constant: the constant; null: the longest response of the update.", lo=1)
     segment_weights: tuple[float, float] = d((1.0, 1.0), "segment_mean: weights of (tool, summary).", lo=0)
     kl_coef: float = d(0.0, "Weight of the KL to the policy at the start of RL; 0 keeps no reference model.", lo=0)
     kl_kind: Literal["k1", "k2", "k3", "abs"] = d("k3", "Which KL estimator.")
@@ -241,17 +241,16 @@ class EvalConfig:
     max_prompt_tokens: int = d(4096, "Tasks with a longer prompt are left out of an evaluation and counted.", lo=1)
     max_response_tokens: int = d(320, "Tokens after the prompt in an evaluation rollout.", lo=1)
     success_threshold: float = d(0.9, "A rollout succeeds from this process score on.", **FRACTION)
-    save_rollouts: bool = d(True, "Write the best and worst rollouts to the run's folder.")
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    keep_rollouts: int = d(1, "Best rollouts and worst rollouts kept at a step (as many of each).", lo=0)
+    keep_rollouts: int = d(1, "Best and worst rollouts of a step that are kept (as many of each); 0: none.", lo=0)
 
 
 @dataclass(frozen=True)
 class Config:
-    seed: int = d(0, "Seed of everything that is drawn in the run.")
+    seed: int = d(0, "Seed of everything that is drawn in the run.", lo=0, hi=2**32 - 1)
     threads: int = d(0, "CPU threads a rank; 0: the cores divided by the local ranks.", lo=0)
     precision: Literal["fp32", "bf16"] = d(
         "fp32", "Compute type of the learner, SFT and RL alike; weights and optimiser stay float32.")

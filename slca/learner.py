@@ -6,6 +6,7 @@ type. Left out: the formulas of the loss (`loss.py`) and anything that knows of 
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,12 @@ def pad(rows: Sequence[Sequence], width: int | None = None, value=0, dtype=torch
     for i, row in enumerate(rows):
         out[i, :len(row)] = torch.as_tensor(row, dtype=dtype)
     return out
+
+
+def use_threads(count: int) -> None:
+    """Set torch's CPU threads; 0: this process's cores divided by the local ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(count or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def rounded(size: int, step: int) -> int:
@@ -174,8 +181,9 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
     counts = {"segment_weights": loss_cfg.segment_weights, "token_count": int(mask.sum()),
               "sequence_count": int(mask.any(1).sum()),
               "segment_counts": (int((labels == TOOL).sum()), int((labels == SUMMARY).sum()))}
-    # without a given constant: the response width of this update (its prompts are not padding of the loss)
-    norm_length = loss_cfg.norm_length or max(1, int(mask.sum(1).max()))
+    # without a given constant: the longest response of this update, from its first sampled token to its end
+    norm_length = loss_cfg.norm_length or max(
+        batch.lengths[i] - int(batch.policy_mask[i].argmax()) for i in rows)
     work = [i for i in rows if loss_cfg.kl_coef > 0 or bool(batch.advantages[i].any())]
     sums = dict.fromkeys(("loss", "kl", "clip_fraction", "dual_clip_fraction", "approx_kl", "logprob_gap"), 0.0)
     widest, tokens = 0.0, 0

@@ -39,7 +39,7 @@ def _kept(x: Tensor, mask: Tensor, name: str) -> Tensor:
     return torch.where(mask, x.to(torch.promote_types(x.dtype, torch.float32)), 0.0)
 
 
-def aggregate(token_losses: Tensor, mask: Tensor, aggregation: str = "token_mean", norm_length: float | None = None, *,
+def aggregate(token_losses: Tensor, mask: Tensor, aggregation: str = "token_mean", norm_length: float | None = None,
               labels: Tensor | None = None, segment_weights: tuple[float, float] = (1.0, 1.0),
               token_count: Count | None = None, sequence_count: Count | None = None,
               segment_counts: Sequence[Count] | None = None) -> Tensor:
@@ -65,7 +65,7 @@ def aggregate(token_losses: Tensor, mask: Tensor, aggregation: str = "token_mean
             rows = rows / mask.sum(1).clamp(min=1)
         return rows.sum() / _count(sequence_count, mask.any(1))
     if aggregation == "seq_sum_over_constant":
-        return losses.sum() / (mask.shape[1] if norm_length is None else norm_length)
+        return losses.sum() / (max(mask.shape[1], 1) if norm_length is None else norm_length)
     if aggregation == "segment_mean":
         if labels is None or labels.shape != mask.shape:
             raise ValueError("segment_mean needs labels of the mask's shape")
@@ -85,7 +85,7 @@ def _count(given: Count | None, members: Tensor) -> Count:
 
 def policy_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, policy_mask: Tensor, clip_low: float = 0.2,
                 clip_high: float = 0.2, dual_clip: float = 3.0, aggregation: str = "token_mean",
-                norm_length: float | None = None, importance_weights: Tensor | None = None, *,
+                norm_length: float | None = None, importance_weights: Tensor | None = None,
                 labels: Tensor | None = None, segment_weights: tuple[float, float] = (1.0, 1.0),
                 token_count: Count | None = None, sequence_count: Count | None = None,
                 segment_counts: Sequence[Count] | None = None) -> PolicyLoss:
@@ -118,7 +118,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, poli
 
 
 def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, policy_mask: Tensor, kind: str = "k3",
-            aggregation: str = "token_mean", norm_length: float | None = None, *, labels: Tensor | None = None,
+            aggregation: str = "token_mean", norm_length: float | None = None, labels: Tensor | None = None,
             segment_weights: tuple[float, float] = (1.0, 1.0), token_count: Count | None = None,
             sequence_count: Count | None = None, segment_counts: Sequence[Count] | None = None) -> KLLoss:
     """Estimators of KL(policy || reference) at sampled tokens (joschu.net/blog/kl-approx.html). All tensors [B,T].

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
@@ -36,6 +38,16 @@ class ModelConfig:
     attention_bias: bool | None = None  # q, k, v bias; the family decides: Qwen2 has it, the others do not
 
     def __post_init__(self):
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim", "max_position_embeddings"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and not isinstance(value, bool) and value > 0
+                    or name == "head_dim" and value is None):
+                raise ValueError(f"{name} must be a whole number above 0, found {value!r}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} must be a number above 0, found {value!r}")
         if self.model_type not in FAMILIES:
             raise ValueError(f"model_type {self.model_type!r} is not supported (one of {', '.join(FAMILIES)})")
         if self.head_dim is None:
@@ -50,21 +62,29 @@ class ModelConfig:
                              f"num_key_value_heads {self.num_key_value_heads}")
         if self.attention_bias is None:
             self.attention_bias = self.model_type == "qwen2"
+        if not isinstance(self.rope_scaling, dict | None):
+            raise ValueError(f"rope_scaling must be an object, found {self.rope_scaling!r}")
         kind = rope_kind(self.rope_scaling)
-        if kind not in ("default", "linear", "llama3"):
-            raise ValueError(f"rope_scaling type {kind!r} is not supported (default, linear or llama3)")
+        if kind not in ROPE_KEYS:
+            raise ValueError(f"rope_scaling type {kind!r} is not supported (one of {', '.join(ROPE_KEYS)})")
+        missing = [k for k in ROPE_KEYS[kind] if not isinstance((self.rope_scaling or {}).get(k), int | float)]
+        if missing:
+            raise ValueError(f"rope_scaling of type {kind} needs numbers for {', '.join(missing)}")
 
     @classmethod
     def from_hf(cls, raw: dict) -> ModelConfig:
         """Read a `config.json`, in the layout before (`rope_theta`) or after (`rope_parameters`) transformers 5."""
         rope = raw.get("rope_parameters") or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"rope_parameters must be an object, found {rope!r}")
         if raw.get("use_sliding_window") or raw.get("mlp_bias"):
             raise ValueError("use_sliding_window and mlp_bias are not supported")
         if raw.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported (silu only)")
         scaling = raw.get("rope_scaling") or (rope if rope_kind(rope) != "default" else None)
         known = {k: raw[k] for k in cls.__dataclass_fields__ if raw.get(k) is not None}
-        known["rope_theta"] = raw.get("rope_theta", rope.get("rope_theta", 10000.0))
+        bases = (raw.get("rope_theta"), rope.get("rope_theta"), 10000.0)
+        known["rope_theta"] = next(base for base in bases if base is not None)
         known["rope_scaling"] = scaling
         known.setdefault("tie_word_embeddings", False)  # the default of these three families' configurations
         known.setdefault("num_key_value_heads", known.get("num_attention_heads", 4))
@@ -81,7 +101,8 @@ class ModelConfig:
 
 
 def rope_kind(scaling: dict | None) -> str:
-    return (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
+    scaling = scaling or {}
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
@@ -164,7 +185,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(c.hidden_size, self.heads * self.dim, bias=bias)
         self.k_proj = nn.Linear(c.hidden_size, self.kv_heads * self.dim, bias=bias)
         self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * self.dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.dim, c.hidden_size, bias=bias and c.model_type == "llama")
+        self.o_proj = nn.Linear(self.heads * self.dim, c.hidden_size, bias=bias and c.model_type != "qwen2")
         if c.model_type == "qwen3":
             self.q_norm, self.k_norm = RMSNorm(self.dim, c.rms_norm_eps), RMSNorm(self.dim, c.rms_norm_eps)
 

@@ -199,7 +199,8 @@ def write_report(folder: str | Path, summary: Mapping | None = None, config: str
 <meta http-equiv=Content-Security-Policy content="default-src 'none'; style-src 'unsafe-inline'">
 <style>{STYLE}</style><body><main><h1>Run <code>{esc(folder.resolve().name)}</code></h1>
 <p class=lead>{esc(' / '.join(facts))}</p>
-<h2>Result</h2><p>Held-out tasks, decoded greedily (and sampled at temperature 1 where it says so).</p>{table}
+<h2>Result</h2><p>The run's evaluation tasks, decoded greedily (and sampled at temperature 1 where it says so).</p>
+{table}
 <h2>Curves</h2><p>Thin: each step. Thick: moving average. Beside each name: the last value.</p>
 <section class=grid2>{charts}</section>
 <h2>Rollouts</h2><p>Best and worst of a step. The colour is the segment a token is credited in, the depth of colour the

@@ -45,7 +45,7 @@ GLOSSARY = {
     "advantage_summary": "Mean absolute advantage of summary tokens; falls as replies settle.",
     "dead_tool": "Share of groups without any tool signal (equal scores); near 1 means nothing left to learn.",
     "dead_summary": "Share of groups without any summary signal (equal scores); near 1 means nothing left to learn.",
-    "loss": "Policy loss of the last update; near 0, its level says little.",
+    "loss": "Policy loss, mean over the updates; near 0, its level says little.",
     "kl": "Estimated KL to the reference policy; grows slowly, a jump means the policy broke away.",
     "grad_norm": "Gradient norm before clipping, mean over updates; stable, spikes are rare.",
     "clip_fraction": "Share of policy tokens whose ratio was clipped; 0 with one update a step, below 0.2 else.",
@@ -53,12 +53,14 @@ GLOSSARY = {
     "approx_kl": "Mean old minus new log-probability within the updates; near 0, below 0.05.",
     "logprob_gap": "Mean absolute difference of sampler and learner log-probabilities; 1e-5 or less in float32.",
     "logprob_gap_max": "Largest such difference of the step; 1e-3 or less in float32.",
-    "entropy": "Mean entropy of the sampled tokens' distributions; falls slowly, a collapse to 0 ends exploration.",
-    "peak_memory_gb": "Largest memory of the step on one device; flat.",
+    "entropy": "Minus the mean log-probability of the sampled tokens, an estimate of the policy's entropy; falls "
+               "slowly, a collapse to 0 ends exploration.",
+    "peak_memory_gb": "Largest memory of the process (on a GPU: of torch) so far; flattens.",
     "sft_loss": "Mean loss of the demonstrations' tokens; falls, then flattens.",
     "sft_grad_norm": "Gradient norm of the supervised step; stable.",
     "sft_tokens": "Target tokens of the supervised step.",
-    "sft_copy": "Share of right argument values on held-out tasks: the copy gate; jumps once copying is learnt.",
+    "sft_copy": "Share of right argument values on validation tasks where calls were made: the copy gate; jumps once "
+                "copying is learnt.",
     **{f"val_{name}": f"Validation, greedy: {text}" for name, text in {
         "reward": "mean total reward; rises.", "process": "mean process score; rises.",
         "summary": "mean summary score; rises.", "success": "share of process scores of at least 0.9; rises.",

@@ -276,8 +276,13 @@ def _score_rules(parsed: Parsed, reply: str, has_tool_response: bool, allowed_to
     counted = valid[:1] if parallel_rule == "first_block" else [v for v in valid if v[0] == valid[0][0]]
     parallel = float(n_first == sum(len(block) for _, block in counted))
     scores = dict(fmt=fmt, name=_name_f1(predicted, gold), key=key, value=value, parallel=parallel)
-    process = sum(w * scores["fmt" if k == "format" else k] for k, w in weights.items())
-    return replace(base, process=process, **scores)
+    scored = replace(base, **scores)
+    return replace(scored, process=process_score(scored, weights))
+
+
+def process_score(scores: HierR, weights: Mapping[str, float] = WEIGHTS) -> float:
+    """The process score from the sub-scores (paper Eq. 22): what is reported whatever weights training used."""
+    return sum(w * getattr(scores, "fmt" if k == "format" else k) for k, w in weights.items())
 
 
 def wants_judge(scores: HierR, no_call_reply: str = "zero") -> bool:
@@ -314,6 +319,7 @@ def score_completion(completion: str, allowed_tools: Iterable | None, gold_tool_
     allowed_tools: names, compared after str; none or empty gives zeros. weights: the keys of WEIGHTS. Never raises on
     text; ValueError for unknown weights or parallel_rule. Training scores turns instead: `score_turns`.
     """
+    completion = completion or ""
     has_result = next(_spans(completion, _RESULT), None) is not None
     scores = _score_rules(parse_blocks(completion), final_reply(completion), has_result, allowed_tools,
                           gold_tool_calls, weights, parallel_rule)

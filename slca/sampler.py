@@ -42,8 +42,11 @@ class Row:
 
 
 def row_stream(*key: int) -> np.random.Generator:
-    """The explicit generator of one row, fixed by its key, e.g. (seed, step, prompt, member)."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([int(k) for k in key])))
+    """The explicit generator of one row, fixed by its key, e.g. (seed, step, prompt, member).
+
+    The key's length is part of it: alone, numpy takes (1, 2) and (1, 2, 0) for the same.
+    """
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([len(key), *map(int, key)])))
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -71,16 +74,18 @@ class Sampler:
                  stop_ids: Sequence[int] = (), stop_strings: Sequence[str] = (), tokenizer=None):
         if not 0 <= temperature < float("inf"):
             raise ValueError(f"temperature {temperature}: must be 0 (greedy) or more, and finite")
+        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         if stop_strings and tokenizer is None:
             raise ValueError("stop_strings need a tokenizer")
+        if "" in stop_strings:
+            raise ValueError("a stop string is empty")
         self.policy, self.temperature, self.tokenizer = policy, temperature, tokenizer
         self.cache = KVCache(policy.config, slots, max_len, policy.head.dtype, policy.device)
         self.state = torch.zeros(slots, policy.config.hidden_size, dtype=policy.head.dtype, device=policy.device)
         # ids the tokenizer does not know (a padded vocabulary) are cut off, here and in the learner alike
         self.vocabulary = min(policy.config.vocab_size, tokenizer.size if tokenizer else policy.config.vocab_size)
-        known = {s: tokenizer.token_to_id(s) for s in stop_strings}
-        self.stop_ids = set(stop_ids) | {i for i in known.values() if i is not None}
-        self.stop_strings = [s for s, i in known.items() if i is None]
+        self.stop_ids, self.stop_strings = set(stop_ids), stop_strings
+        self._may_end: dict[int, bool] = {}  # id -> can it be the last token of a stop string?
         self.owner: list[Row | None] = [None] * slots
         self.tokens_run = 0  # tokens sent through the model, to prove that none goes twice
 
@@ -178,7 +183,13 @@ class Sampler:
             self.owner[row.slot] = None
 
     def _ends(self, ids: list[int]) -> bool:
-        """Does the text end in a stop string that is no single token? Only a tail is decoded."""
+        """Does the last token complete a stop string, however its text is cut into tokens? Only a tail is decoded."""
+        last = ids[-1]
+        if last not in self._may_end:
+            text = self.tokenizer.decode([last])  # U+FFFD: a piece of a character
+            self._may_end[last] = any(s[-1] in text or "\ufffd" in text for s in self.stop_strings)
+        if not self._may_end[last]:
+            return False
         longest = max(len(s.encode()) for s in self.stop_strings)  # a token may be a single byte
         tail = self.tokenizer.decode(ids[-longest - 4:])
         return any(s in tail for s in self.stop_strings)
@@ -228,7 +239,7 @@ def generate(policy: Policy, prompts: Sequence[Sequence[int]], group_size: int =
     """
     if group_size < 1 or max_new_tokens < 1:
         raise ValueError(f"group_size {group_size} and max_new_tokens {max_new_tokens} must be 1 or more")
-    if not prompts:
+    if len(prompts) == 0:
         return []
     slots = max(group_size, min(max_rows, len(prompts) * group_size))
     sampler = Sampler(policy, slots, max(map(len, prompts)) + max_new_tokens, temperature, stop_ids, stop_strings,

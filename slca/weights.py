@@ -1,7 +1,7 @@
 """A model folder <-> Policy: `config.json` and safetensors, one file or shards with an index, keys strictly checked.
 
 What is saved loads in other tools (transformers, vLLM). Left out: pickled `.bin` files, quantised weights, writing
-shards, and everything about optimisers and resuming (`checkpoint.py`).
+shards, and everything about optimisers and resuming.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slca.advantages import Advantages, group_normalize, grpo_advantages, slca_advantages
+from slca.advantages import Advantages, group_normalize, grpo_advantages, per_rollout, slca_advantages
 from slca.segments import segment_labels
 
 
@@ -276,3 +276,8 @@ L2 = two_segments(2)
 def test_refuses(call, word):
     with pytest.raises(ValueError, match=word):
         call()
+
+
+def test_rewards_go_to_the_device_of_the_labels():
+    """They come as Python lists; labels may be on a GPU. The meta device stands for it here."""
+    assert per_rollout([1.0, 2.0], 2, "x", torch.device("meta")).device.type == "meta"

@@ -42,7 +42,7 @@ def call(name="f", **arguments):
 def test_text_and_ids_are_the_templates(case, tokenizer):
     arguments = case["messages"], case["tools"]
     last = case["add_generation_prompt"], "blocks"
-    assert render_text(*arguments, *last) == case["text"]
+    assert render_text(*arguments, None, *last) == case["text"]
     assert render(*arguments, tokenizer, *last) == tokenizer.encode(case["text"])
 
 
@@ -52,18 +52,18 @@ def test_list_form_writes_two_calls_as_one_block_and_one_call_as_ever():
     two = {"role": "assistant", "content": "Both.", "tool_calls": [
         {"function": {"name": "f", "arguments": '{"x": "é"}'}}, {"name": "g", "arguments": {"y": [1, None]}}]}
     block = '[{"name": "f", "arguments": {"x": "é"}}, {"name": "g", "arguments": {"y": [1, null]}}]'
-    assert render_text([*messages, two], None, False) == (
+    assert render_text([*messages, two], None, None, False) == (
         f"{system}Both.\n<tool_call>\n{block}\n</tool_call><|im_end|>\n")
     one = {"role": "assistant", "content": None, "tool_calls": [call(x=1)]}
     text = f'{system}<tool_call>\n{{"name": "f", "arguments": {{"x": 1}}}}\n</tool_call><|im_end|>\n'
-    assert render_text([*messages, one], None, False) == text
-    assert render_text([*messages, one], None, False, "blocks") == text
+    assert render_text([*messages, one], None, None, False) == text
+    assert render_text([*messages, one], None, None, False, "blocks") == text
 
 
 def test_reasoning_goes_before_content_and_calls():
     def last(**message):
         messages = [{"role": "user", "content": "U"}, {"role": "assistant", **message}]
-        return render_text(messages, None, False).split("<|im_start|>assistant\n")[1]
+        return render_text(messages, None, None, False).split("<|im_start|>assistant\n")[1]
 
     assert last(content="A", reasoning_content="R") == "<think>\nR\n</think>\n\nA<|im_end|>\n"
     assert last(content=None, reasoning_content="R", tool_calls=[call()]) == (
@@ -100,7 +100,7 @@ def test_turn_by_turn_equals_the_full_render(parallel, tokenizer):
         ids += assistant_target(reply, tokenizer, parallel)
         full = render([*messages, reply], tools, tokenizer, False, parallel)
         assert full == ids + tokenizer.encode("\n")
-        assert tokenizer.decode(full) == render_text([*messages, reply], tools, False, parallel)
+        assert tokenizer.decode(full) == render_text([*messages, reply], tools, None, False, parallel)
 
 
 def test_target_ends_at_the_stop(tokenizer):

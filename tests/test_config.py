@@ -42,7 +42,7 @@ WRONG = [  # override, parts of the message
     ("data.mix={single: 1, single: 0}", ["single", "twice"]),
     # combinations
     ("rl.prompts_per_update=5", ["rl.prompts_per_update", "divisor", "rl.prompts_per_step = 16"]),
-    ("data.mix.single=0.5", ["data.mix", "sum to 1", "1.24"]),
+    ("data.mix.single=0.5", ["data.mix", "sum to 1", "1.22"]),
     ("data.kind=toucan", ["data.train", "toucan"]),
     ("data.train=x.jsonl", ["data.train", "x.jsonl", "world"]),
     ("rl.steps=null", ["rl.steps", "world"]),

@@ -52,8 +52,10 @@ def scores_that_differ(episodes, *args) -> None:
     """Rewards of an untrained policy are all alike, which would leave the update with nothing to do."""
     plain_scores(episodes, *args)
     for e in episodes:
-        process, summary = 0.2 * (len(set(e.ids)) % 4), 0.25 * (e.ids[-1] % 4)
-        e.rewards = replace(e.rewards, process=process, summary=summary, total=process + summary, omission=False)
+        name, summary = 0.25 * (len(set(e.ids)) % 4), 0.25 * (e.ids[-1] % 4)
+        process = 0.25 * name  # the weight of the name score
+        e.rewards = replace(e.rewards, fmt=0, name=name, key=0, value=0, parallel=0, process=process, summary=summary,
+                            total=process + summary, omission=False)
 
 
 train.score_episodes = scores_that_differ
@@ -182,8 +184,8 @@ def test_grpo_reward_ratio_by_hand():
 def test_dry_run_writes_no_checkpoint(tmp_path, capsys):
     folder = run(tmp_path / "dry", flags=["--dry-run"])
     out = capsys.readouterr().out
-    for text in ("first demonstration", "first rollout of 12", "prompt tokens: mean", "AdamW state", "[1.0 x ",
-                 "<|im_start|>assistant"):
+    for text in ("demonstration 3", "prompt 3, first of 3 rollouts", "12 rollouts", "prompt tokens: mean",
+                 "AdamW state", "\n[2 x ", "<|im_start|>assistant"):
         assert text in out
     assert not folder.exists()
 
@@ -206,11 +208,18 @@ def test_resume_takes_finished_stages(base, capsys, monkeypatch):
     assert all(torch.equal(v, weights[k]) for k, v in found[0].policy.state_dict().items())
 
 
+def test_resume_is_refused_where_it_would_mix_runs(base, tmp_path):
+    with pytest.raises(SystemExit, match="is a run of seed 3, not 4"):
+        run(base, "seed=4", flags=["--resume"])
+    with pytest.raises(SystemExit, match="--resume needs --out with the folder of an earlier run"):
+        run(tmp_path / "nothing", flags=["--resume"])
+
+
 def test_resume_goes_on_after_the_last_finished_stage(tmp_path, capsys):
     folder = run(tmp_path / "half", "rl.enabled=false", "sft.max_steps=2")
     assert list(summary(folder))[-1] == "after_sft_sampled"
     sft = summary(folder)["after_sft"]
-    run(folder, "sft.max_steps=2", "rl.steps=1", flags=["--resume"])
+    run(folder, "sft.max_steps=2", "rl.enabled=true", "rl.steps=1", flags=["--resume"])
     assert capsys.readouterr().out.count("weights taken from") == 1
     assert summary(folder)["after_sft"] == sft and "after_rl" in summary(folder)
     assert [r["phase"] for r in read_metrics(folder)] == ["sft", "sft", "rl"]

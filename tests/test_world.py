@@ -488,7 +488,7 @@ def test_both_forms_render(tokenizer, parallel):
             task = World("heldout", 1, flaws=Flaws()).task(i, kind)
             dialogue = task.messages + task.demonstration
             ids = chat.render(dialogue, task.tools, tokenizer, False, parallel)
-            text = chat.render_text(dialogue, task.tools, False, parallel)
+            text = chat.render_text(dialogue, task.tools, None, False, parallel)
             assert tokenizer.decode(ids) == text and max(ids) < tokenizer.size
             blocks = [m["tool_calls"] for m in dialogue if m.get("tool_calls")]
             wanted = sum(map(len, blocks)) if parallel == "blocks" else len(blocks)

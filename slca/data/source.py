@@ -1,6 +1,7 @@
 """Where a run's tasks come from: the embedded world by number, or files. Everything is fixed by seed and step.
 
-Left out: any state. Step `s` asks for its demonstrations or prompts and gets the same ones in every run.
+Step `s` asks for its demonstrations or prompts and gets the same ones in every run; what is kept between calls only
+saves time.
 """
 from __future__ import annotations
 
@@ -34,13 +35,15 @@ class TaskSource:
         if d.kind == "world":
             self.world, validation, heldout = (world_split(cfg, s) for s in ("train", "validation", "heldout"))
             self.validation, self.heldout = validation.tasks(d.validation_tasks), heldout.tasks(d.eval_tasks)
+            longest = max(map(self._prompt_length, self.world.tasks(200)))
+            if longest > cfg.rollout.max_prompt_tokens:
+                raise DataError("embedded world", None, "rollout.max_prompt_tokens", f"{longest} or more",
+                                cfg.rollout.max_prompt_tokens)
             return
         if cfg.rl.enabled:
             self.train = self._short_enough(load_tasks(d.train), d.train)
         if cfg.sft.enabled:
-            self.sft = [t for t in load_tasks(d.sft) if t.demonstration]
-            if not self.sft:
-                raise DataError(f"{d.sft}: no row has a demonstration to learn from")
+            self.sft = self._learnable(load_tasks(d.sft), d.sft)
         pool = load_tasks(d.heldout) if d.heldout else self.train or self.sft
         if not d.heldout:
             print("data.heldout is not given: the tables are over training tasks")
@@ -51,11 +54,26 @@ class TaskSource:
         limit, wanted = self.cfg.rollout.max_prompt_tokens, self.cfg.rl.prompts_per_step
         kept = [t for t in tasks if self._prompt_length(t) <= limit]
         if len(kept) < wanted:
-            raise DataError(f"{path}: {len(kept)} of {len(tasks)} prompts are within rollout.max_prompt_tokens = "
-                            f"{limit}, rl.prompts_per_step asks for {wanted}")
+            raise DataError(path, None, "rl.prompts_per_step", f"at most {len(kept)}, as so many of {len(tasks)} "
+                            f"prompts are within rollout.max_prompt_tokens = {limit}", wanted)
         if len(kept) < len(tasks):
             print(f"{path}: {len(tasks) - len(kept)} of {len(tasks)} prompts are over {limit} tokens, left out")
         return kept
+
+    def _learnable(self, tasks: list[Task], path: str) -> list[Task]:
+        """Tasks whose demonstration is not cut off before the assistant writes; says how many are left out."""
+        kept = [t for t in tasks if t.demonstration and 1.0 in self._row(t).weights]
+        if not kept:
+            raise DataError(path, None, "sft.max_tokens", "a row with a demonstration within "
+                            f"{self.cfg.sft.max_tokens} tokens (of {len(tasks)} rows none has one)")
+        if len(kept) < len(tasks):
+            print(f"{path}: {len(tasks) - len(kept)} of {len(tasks)} rows have no demonstration within "
+                  f"{self.cfg.sft.max_tokens} tokens, left out")
+        return kept
+
+    def _row(self, task: Task) -> Row:
+        sft = self.cfg.sft
+        return demonstration_row(task, self.tokenizer, self.cfg.chat.parallel, sft.prompt_loss_weight, sft.max_tokens)
 
     def _prompt_length(self, task: Task) -> int:
         return len(chat.render(task.messages, task.tools, self.tokenizer, parallel=self.cfg.chat.parallel))
@@ -76,30 +94,24 @@ class TaskSource:
         """Rows of an SFT step. Eight steps share a pool that is sorted by length: little padding, half the time."""
         pool, at = divmod(step, POOL_STEPS)
         if self.pool != pool:
-            sft, n = self.cfg.sft, self.cfg.sft.rows_per_step
+            n = self.cfg.sft.rows_per_step
             first, size = pool * POOL_STEPS * n, POOL_STEPS * n
             if self.world:
-                progress = pool * POOL_STEPS / max(1, self.curriculum_steps())
+                easy = self.curriculum_steps()
+                progress = pool * POOL_STEPS / easy if easy else 1.0
                 tasks = [curriculum_task(self.world, i, progress) for i in range(first, first + size)]
             else:
                 tasks = self._slice(self.sft, first, size)
-            rows = sorted((demonstration_row(t, self.tokenizer, self.cfg.chat.parallel, sft.prompt_loss_weight,
-                                             sft.max_tokens) for t in tasks), key=lambda row: len(row.ids))
+            rows = sorted(map(self._row, tasks), key=lambda row: len(row.ids))
             steps = [rows[i:i + n] for i in range(0, size, n)]
             random.Random(f"{self.cfg.seed}/{pool}").shuffle(steps)
             self.pool, self.rows = pool, steps
         return self.rows[at]
 
     def prompts(self, step: int) -> list[Task]:
-        """Tasks of an RL step. The world's are all far below any sensible limit; one above it is an error."""
-        n, limit = self.cfg.rl.prompts_per_step, self.cfg.rollout.max_prompt_tokens
-        if not self.world:
-            return self._slice(self.train, step * n, n)
-        tasks = self.world.tasks(n, RL_TASKS + step * n)
-        longest = max(map(self._prompt_length, tasks))
-        if longest > limit:
-            raise DataError(f"the embedded world: a prompt of {longest} tokens, rollout.max_prompt_tokens = {limit}")
-        return tasks
+        """Tasks of an RL step."""
+        n = self.cfg.rl.prompts_per_step
+        return self.world.tasks(n, RL_TASKS + step * n) if self.world else self._slice(self.train, step * n, n)
 
     def _slice(self, tasks: list[Task], first: int, n: int) -> list[Task]:
         """n tasks from number `first` on of an endless stream: the list shuffled anew each epoch."""

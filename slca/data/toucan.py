@@ -45,12 +45,19 @@ class _Bad(Exception):
 def load_tasks(path: str | Path, kind: str = "auto", bad_rows: Literal["raise", "skip"] = "raise") -> list[Task]:
     """All tasks of a .jsonl, .json or .parquet file, in order, with ids that are unique within it.
 
+    Of a folder: those of all its files in the order of their names.
+
     kind: one of KINDS; "auto" looks at each row's keys. bad_rows: "skip" leaves unusable rows out and warns with their
     number and the first error. Raises DataError. Warns where gold calls are not nested by step: read as one step, they
     make the parallel score wrong for tasks of several steps; names alone make both argument scores 1.
     """
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r}: expected one of {', '.join(KINDS)}")
+    if Path(path).is_dir():
+        files = sorted(p for p in Path(path).iterdir() if p.suffix in (".jsonl", ".json", ".parquet"))
+        if not files:
+            raise DataError(path, None, "", "a folder with .jsonl, .json or .parquet files")
+        return [task for file in files for task in load_tasks(file, kind, bad_rows)]
     tasks, forms, errors = [], Counter(), []
     seen: Counter[str] = Counter()
     for number, row in read_rows(path):
@@ -90,12 +97,12 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(path, None, "", "a file that exists")
+        raise DataError(path, None, "", "a file or folder that exists")
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
     elif path.suffix in (".jsonl", ".json"):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(path, None, "", f"UTF-8 text ({error})") from error
         if path.suffix == ".json":

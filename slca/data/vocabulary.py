@@ -34,6 +34,7 @@ def world_tokenizer(vocab_size: int = 1024, seed: int = 0, examples: int = 3000)
 
     def texts():
         for i, task in enumerate(World("train", seed).tasks(examples)):
-            yield chat.render_text(task.messages + task.demonstration, task.tools, False, ("list", "blocks")[i % 2])
+            yield chat.render_text(task.messages + task.demonstration, task.tools, add_generation_prompt=False,
+                                   parallel=("list", "blocks")[i % 2])
 
     return train_bpe(texts(), vocab_size, SPECIAL, FIXED, PATTERN, phrases)

@@ -63,7 +63,7 @@ class World:
         if split not in SPLITS:
             raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
         self.split, self.seed, self.flaws = split, seed, flaws
-        self.mix = mix or {"single": 0.26, "parallel": 0.34, "dependent": 0.22, "history": 0.10, "no_call": 0.08}
+        self.mix = mix or {"single": 0.28, "parallel": 0.34, "dependent": 0.22, "history": 0.10, "no_call": 0.06}
         self.tools_per_task, self.simulator_seed = tools_per_task, simulator_seed
 
     def tasks(self, count: int, start: int = 0) -> list[Task]:
@@ -82,7 +82,7 @@ class World:
         offered = self._offered(rng, {i.family.key: i for i in needed}, tools)
         messages, question = [], self._question(rng, asks)
         if kind == "history":
-            earlier = Ask(asks[0].instance, self._values(rng, asks[0].instance.family))
+            earlier = Ask(asks[0].instance, self._other_values(rng, asks[0].instance.family, [asks[0].values]))
             messages = [{"role": "user", "content": self._question(rng, [earlier])}, *self._called([earlier]),
                         {"role": "assistant", "content": self._reply([earlier])}]
             question = asks[0].instance.family.more.format(*asks[0].values)
@@ -103,6 +103,11 @@ class World:
     def _values(self, rng: random.Random, family: Family) -> list:
         return [self._draw(rng, kind) for _, kind in family.args]
 
+    def _other_values(self, rng: random.Random, family: Family, taken: list[list]) -> list:
+        while (values := self._values(rng, family)) in taken:
+            pass
+        return values
+
     def _instance(self, rng: random.Random, key: str) -> Instance:
         """Names for a family; a fifth of the combinations of names is kept for the held-out splits."""
         family = FAMILIES[key]
@@ -122,8 +127,10 @@ class World:
             return [Ask(self._instance(rng, family.key), [found, *self._values(rng, family)[1:]], lookup)]
         count = rng.choice((2, 2, 3)) if kind == "parallel" else 1
         if kind == "parallel" and rng.random() < 0.5:  # the same tool with other values
-            instance = self._instance(rng, rng.choice(list(FAMILIES)))
-            return [Ask(instance, self._values(rng, instance.family)) for _ in range(count)]
+            instance, asks = self._instance(rng, rng.choice(list(FAMILIES))), []
+            while len(asks) < count:
+                asks.append(Ask(instance, self._other_values(rng, instance.family, [a.values for a in asks])))
+            return asks
         keys = rng.sample(list(FAMILIES), count)
         return [Ask(i, self._values(rng, i.family)) for i in (self._instance(rng, k) for k in keys)]
 

@@ -6,6 +6,7 @@ from statistics import fmean
 
 from slca.advantages import Advantages
 from slca.learner import Batch
+from slca.rewards import process_score
 from slca.rollout import Episode
 from slca.segments import SUMMARY, TOOL
 
@@ -15,18 +16,20 @@ TOLERANCE = 1e-9  # .1 + .25 + .15 + .1 + .3 is .8999999999999999 in floats
 def metrics(episodes: Sequence[Episode], success_threshold: float = 0.9) -> dict[str, float]:
     """Means over scored episodes. Success is process >= threshold; no_call counts only tasks with gold calls.
 
-    redundant_calls: mean of max(0, predicted - gold); calls_per_task: valid calls the policy made.
+    Process is that of the paper's weights, also where training used others. redundant_calls: mean of
+    max(0, predicted - gold); calls_per_task: valid calls the policy made.
     """
     scores = [e.rewards for e in episodes]
+    process = [process_score(s) for s in scores]
     due = [s for s in scores if not s.gold_empty]
     mean = lambda values: fmean(values) if values else 0.0  # noqa: E731
     return {
         "name_f1": mean([s.name for s in scores]),
         "arg_match": mean([(s.key + s.value) / 2 for s in scores]),
         "parallel": mean([s.parallel for s in scores]),
-        "process": mean([s.process for s in scores]),
+        "process": mean(process),
         "summary": mean([s.summary for s in scores]),
-        "success": mean([float(s.process >= success_threshold - TOLERANCE) for s in scores]),
+        "success": mean([float(p >= success_threshold - TOLERANCE) for p in process]),
         "no_call": mean([float(s.omission) for s in due]),
         "redundant_calls": mean([max(0, s.n_predicted - s.n_gold) for s in scores]),
         "calls_per_task": mean([s.n_predicted for s in scores]),

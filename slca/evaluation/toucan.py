@@ -19,6 +19,7 @@ from slca.rollout import Episode, rollout
 from slca.simulator import Simulator
 
 BATCH = 256  # tasks rolled out at a time
+EVALUATION = 2**32  # marks evaluation in the key of a row's random stream, apart from every training step
 
 
 @dataclass
@@ -55,6 +56,3 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
     gold_turns = sum(len(gold_steps(e.task.gold_calls)) for e in episodes) / len(episodes)
     return Result(metrics(episodes, threshold), by_subset(episodes, threshold), gold_turns, episodes,
                   len(tasks) - len(kept))
-
-
-EVALUATION = 2**31  # marks evaluation in the key of a row's random stream, apart from every training step
