@@ -75,10 +75,10 @@ class Sampler:
         if not 0 <= temperature < float("inf"):
             raise ValueError(f"temperature {temperature}: must be 0 (greedy) or more, and finite")
         stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-        if stop_strings and tokenizer is None:
-            raise ValueError("stop_strings need a tokenizer")
         if "" in stop_strings:
             raise ValueError("a stop string is empty")
+        if stop_strings and tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer")
         self.policy, self.temperature, self.tokenizer = policy, temperature, tokenizer
         self.cache = KVCache(policy.config, slots, max_len, policy.head.dtype, policy.device)
         self.state = torch.zeros(slots, policy.config.hidden_size, dtype=policy.head.dtype, device=policy.device)

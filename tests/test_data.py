@@ -208,3 +208,15 @@ def test_parquet_gives_the_same_tasks(tmp_path):
         expected, = load(tmp_path, row)
         assert load_tasks(path) == [dataclasses.replace(expected, id="rows-1")]
     assert isinstance(expected, Task) and expected.gold_calls[0][1]["arguments"] == {"y": 2}
+
+
+def test_a_folder_is_its_files_and_a_byte_order_mark_is_no_error(tmp_path):
+    row = json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}],
+                      "tools": []})
+    (tmp_path / "b.jsonl").write_text(row + "\n")
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + row.encode() + b"\n")
+    (tmp_path / "notes.txt").write_text("no rows")
+    assert [t.id.split("-")[0] for t in load_tasks(tmp_path)] == ["a", "b"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="a folder with .jsonl, .json or .parquet files"):
+        load_tasks(tmp_path / "empty")

@@ -109,12 +109,12 @@ def test_micro_batches_cover_every_row_once_within_the_budget(budget):
 BUDGETS = {10_000: 1, 50: 2, 1: len(LAYOUTS)}  # token budget -> micro-batches
 
 
-@pytest.mark.parametrize("kl", [0.0, 0.7])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def longest_response(batch):
     return max(n - int(m.argmax()) for n, m in zip(batch.lengths, batch.policy_mask, strict=True))
 
 
+@pytest.mark.parametrize("kl", [0.0, 0.7])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradient_does_not_depend_on_micro_batches(gradient, aggregation, kl):
     """Also: it is that of one plain dense loss over the whole update, so it is not wrong alike in all three."""
     # weights in float64: what differs between the ways is then the cut, not the rounding of sums (logits are float32)

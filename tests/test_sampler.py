@@ -232,6 +232,23 @@ def test_stop_strings(scripted, tokenizer, text, stop, kept):
     assert got.ids == ids[:len(got.ids)]
 
 
+def test_stop_string_ends_a_row_however_it_is_cut_into_tokens(scripted, tokenizer):
+    """`</tool_call>` is one entry, but the policy may spell it; a letter is one entry, but stands inside others too."""
+    spelled = tokenizer.encode_untrusted("a</tool_call>b")
+    assert len(tokenizer.encode("a</tool_call>b")) == 3 < len(spelled)
+    got = play(make(tokenizer.size), [5], [spelled], stop_strings=("</tool_call>",), tokenizer=tokenizer)[0]
+    assert got.stopped and tokenizer.decode(got.ids) == "a</tool_call>"
+    ids = tokenizer.encode("a hello b")
+    inside = next(i for i in ids if "e" in tokenizer.decode([i]) and len(tokenizer.decode([i])) > 1)
+    got = play(make(tokenizer.size), [5], [ids], stop_strings=("e",), tokenizer=tokenizer)[0]
+    assert tokenizer.token_to_id("e") is not None and got.stopped and got.ids[-1] == inside
+
+
+def test_streams_of_keys_that_numpy_pads_alike_differ():
+    assert row_stream(0, 5, 3).random() != row_stream(0, 5, 3, 0).random()
+    assert row_stream(0, 5, 3).random() == row_stream(0, 5, 3).random()
+
+
 def test_stop_string_of_the_last_turn_does_not_end_the_next(scripted, tokenizer):
     script = tokenizer.encode("a</end>") + tokenizer.encode("bc</end>")
     sampler = Sampler(make(tokenizer.size), 1, 60, stop_strings=("</end>",), tokenizer=tokenizer)
@@ -304,6 +321,7 @@ def test_new_weights_are_seen_at_once():
 @pytest.mark.parametrize("change, message", [
     (dict(temperature=-0.1), "temperature -0.1"), (dict(temperature=float("nan")), "temperature nan"),
     (dict(temperature=float("inf")), "temperature inf"), (dict(stop_strings=("x",)), "stop_strings need a tokenizer"),
+    (dict(stop_strings=("x", "")), "a stop string is empty"),
     (dict(group_size=0), "group_size 0"), (dict(max_new_tokens=0), "max_new_tokens 0"),
     (dict(prompts=[[1], []]), "at least one token"),
 ])
