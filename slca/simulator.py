@@ -198,7 +198,10 @@ def answer(call: dict, function: dict, seed: int) -> str:
 
 
 def instance(schema: dict, rng: random.Random, depth: int = 0) -> object:
-    """A value that satisfies the schema, drawn from rng. Of anyOf and oneOf it takes the first."""
+    """A value drawn from rng that has the schema's types, required names, enums and whole-number bounds.
+
+    Of anyOf and oneOf it takes the first. Exclusive bounds, multiples, lengths and allOf are not followed.
+    """
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list) and schema[key] and isinstance(schema[key][0], dict) and depth < MAX_DEPTH:
             rest = {k: v for k, v in schema.items() if k != key}

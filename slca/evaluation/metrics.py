@@ -1,7 +1,8 @@
-"""Rollouts -> the paper's in-domain metrics (Table 1), the counts behind tool redundancy, and a step's own metrics."""
+"""Rollouts -> the paper's in-domain metrics (Table 1), tool redundancy, a step's metrics; its tables' arithmetic."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from statistics import fmean
 
 from slca.advantages import Advantages
@@ -78,3 +79,20 @@ def step_metrics(episodes: Sequence[Episode], batch: Batch, advantages: Advantag
         "advantage_summary": mean_size(batch.labels == SUMMARY), "dead_tool": dead(advantages.tool),
         "dead_summary": dead(advantages.summary), "entropy": -float(batch.logprobs[mask].mean()),
     }
+
+
+def pooled_mean(parts: Sequence[tuple[float, float]]) -> float:
+    """Mean over all items of several sets, from (mean of a set, its number of items): the paper's overall columns."""
+    return sum(mean * n for mean, n in parts) / sum(n for _, n in parts)
+
+
+def factor_effects(closed: float, s_to_t: float, t_to_s: float, both: float) -> dict[str, float]:
+    """Effects of the 2x2 support control (paper Table 22) from its cell means (Table 21), rounded half up to 0.01.
+
+    Main effects average the two simple effects over the other factor; the interaction is not halved. In decimals,
+    since binary floats round 0.795 down.
+    """
+    a, b, c, d = (Decimal(str(x)) for x in (closed, s_to_t, t_to_s, both))
+    effects = {"close_s_to_t": ((a - b) + (c - d)) / 2, "open_t_to_s": ((c - a) + (d - b)) / 2,
+               "interaction": (d - b) - (c - a)}
+    return {name: float(e.quantize(Decimal("0.01"), ROUND_HALF_UP)) for name, e in effects.items()}
