@@ -1,6 +1,6 @@
 """Train a tool-calling policy: supervised on demonstrations, then SLCA-GRPO. Reads top to bottom as the algorithm.
 
-    torchrun train.py [--config F.yaml ...] [--set a.b=c ...] [--out DIR] [--resume] [--dry-run]
+    torchrun train.py [--config F.yaml ...] [--set a.b=c ...] [--out DIR] [--resume] [--profile] [--dry-run]
 
 Without arguments: configs/tiny.yaml, a model of a million parameters in the embedded tool world, on a CPU. The run's
 folder gets config.yaml, metrics.jsonl, summary.json, rollouts/, checkpoints/ and report.html.
@@ -31,6 +31,7 @@ from slca.judge import RulesJudge, score_episodes
 from slca.learner import Batch, all_logprobs, optimizers, policy_update, set_rate, use_threads
 from slca.model import ModelConfig, Policy, new_policy
 from slca.page import write_report
+from slca.phases import phases
 from slca.report import RunLog, best_and_worst, console_line, final_table, record, stretches
 from slca.rollout import Episode, make_sampler, rollout
 from slca.segments import segment_labels
@@ -48,6 +49,7 @@ def main() -> None:
     files = args.config or [out / "config.yaml" if args.resume else Path(__file__).parent / "configs" / "tiny.yaml"]
     cfg = load_config(files, args.set)
     run = Run(cfg, out)
+    phases.on = args.profile
     if args.dry_run:
         return run.dry_run()
     run.open_folder(args.resume)
@@ -117,11 +119,13 @@ class Run:
                                cfg.rollout.temperature)
         bar = tqdm(range(self.tasks.rl_steps()), desc="RL", unit="step", dynamic_ncols=True)
         for step in bar:
+            phases.clear()
             start, records, tasks = time.time(), [], self.tasks.prompts(step)
             try:
                 episodes = rollout(self.policy, self.tokenizer, tasks, self.simulator, cfg, rl.group_size,
                                    (cfg.seed, step), cfg.rollout.temperature, sampler=sampler)
-                score_episodes(episodes, self.judge, cfg.reward, cfg.judge.failure_score)
+                with phases("judge"):
+                    score_episodes(episodes, self.judge, cfg.reward, cfg.judge.failure_score)
                 sampled = time.time()
 
                 batch = Batch.of(episodes, self.policy.device)
@@ -131,6 +135,8 @@ class Run:
 
                 set_rate(found, min(1.0, (step + 1) / max(1, rl.warmup_steps)))
                 updates = self.update(found, reference, batch)
+                if phases.on:
+                    bar.write(f"RL step {step + 1}\n{phases.table(time.time() - start)}")
             except FloatingPointError as error:
                 self.stop(f"RL step {step + 1}: {error}",
                           [record(e, a, self.tokenizer, step + 1, "worst")
@@ -275,6 +281,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", metavar="DIR", help="the run's folder; default: runs/ and the time")
     parser.add_argument("--resume", action="store_true",
                         help="go on in --out after its last finished stage, with its configuration and any --set")
+    parser.add_argument("--profile", action="store_true", help="print time and tokens of each phase of every RL step")
     parser.add_argument("--dry-run", action="store_true", help="show the first batches and stop")
     return parser.parse_args()
 

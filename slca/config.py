@@ -101,6 +101,7 @@ class RolloutConfig:
     malformed_call: Literal["observe", "stop"] = d(
         "observe", "A turn with a malformed call gets an error observation (ours) or ends the rollout (the paper's).")
     temperature: float = d(1.0, "Sampling temperature of training rollouts; the learner uses the same.", above=0)
+    precision: Literal["fp32", "bf16"] = d("fp32", "Weights and KV cache while sampling; fp32: the policy's own type.")
     max_rows: int = d(128, "Rows of the KV cache: rollouts sampled at a time on one rank.", lo=1)
 
 

@@ -1,8 +1,8 @@
 """Tensors of the update: log-probabilities at policy positions only, micro-batches by token budget, optimisers.
 
-Rows are right-padded and sorted by length, so a micro-batch wastes little. The head runs in chunks that are computed
-again in the backward pass: no tensor of (all tokens x vocabulary) is kept. Log-softmax is float32 whatever the compute
-type. Left out: the formulas of the loss (`loss.py`) and anything that knows of rewards.
+The rollouts of a prompt stand in one micro-batch, where the prompt runs once for all of them. The head runs in chunks
+that are computed again in the backward pass: no tensor of (tokens x vocabulary) is kept. Log-softmax is float32
+whatever the compute type. Left out: the formulas of the loss (`loss.py`) and anything that knows of rewards.
 """
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from slca.config import Config
 from slca.loss import kl_loss, policy_loss
-from slca.model import Policy
+from slca.model import Packed, Policy, linear
+from slca.phases import phases
+from slca.sampler import rounded
 from slca.segments import SUMMARY, TOOL
 
-HEAD_CHUNK = 4096  # positions whose logits exist at a time
+CHUNK_LOGITS = 2 ** 21  # logits that exist at a time: they stay in the cache of a CPU
 # Shapes are rounded up to few sizes: the CPU's matrix library keeps a compiled kernel for every shape it meets, and
 # would fill gigabytes with those of every length and count.
 WIDTH_STEP, POSITION_STEP = 32, 256
@@ -42,10 +44,6 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def rounded(size: int, step: int) -> int:
-    return -(-size // step) * step
-
-
 def micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
     """Row indices in batches of like length whose padded size stays within the budget (a longer row goes alone)."""
     batch: list[int] = []
@@ -54,6 +52,33 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[in
             yield batch
             batch = []
         batch.append(i)
+    if batch:
+        yield batch
+
+
+def group_batches(lengths: Sequence[int], prompt_lengths: Sequence[int], groups: Sequence[int],
+                  token_budget: int) -> Iterator[list[int]]:
+    """Row indices in batches of whole groups of like length, within the budget of tokens where a prompt counts once.
+
+    A group that is larger than the budget is cut up, and its prompt runs once in each piece.
+    """
+    pieces: list[tuple[int, list[int]]] = []  # (tokens, rows)
+    for group in dict.fromkeys(groups):
+        rows = sorted((i for i, g in enumerate(groups) if g == group), key=lambda i: (lengths[i], i))
+        size, piece = prompt_lengths[rows[0]], []
+        for i in rows:
+            own = lengths[i] - prompt_lengths[i]
+            if piece and size + own > token_budget:
+                pieces.append((size, piece))
+                size, piece = prompt_lengths[i], []
+            size, piece = size + own, [*piece, i]
+        pieces.append((size, piece))
+    total, batch = 0, []
+    for size, rows in sorted(pieces):
+        if batch and total + size > token_budget:
+            yield batch
+            total, batch = 0, []
+        total, batch = total + size, batch + rows
     if batch:
         yield batch
 
@@ -79,19 +104,102 @@ def token_logprobs(policy: Policy, ids: Tensor, mask: Tensor, vocabulary: int, t
     return torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, logp)
 
 
-def _gathered(hidden: Tensor, head: Tensor, target: Tensor, vocabulary: int, temperature: float) -> Tensor:
-    """hidden [N,E], target int64 [N] -> log-probability float32 [N], a chunk of positions at a time."""
-    def chunk(h: Tensor, t: Tensor, w: Tensor) -> Tensor:
-        logits = F.linear(h, w[:vocabulary]).float()
-        return -F.cross_entropy(logits if temperature == 1 else logits / temperature, t, reduction="none")
+class _TokenLogprob(torch.autograd.Function):
+    """log softmax(hidden W^T / temperature)[target] in chunks of positions; the way back makes the logits again."""
 
+    @staticmethod
+    def forward(ctx, hidden: Tensor, head: Tensor, target: Tensor, temperature: float) -> Tensor:
+        ctx.save_for_backward(hidden, head, target)
+        ctx.temperature = temperature
+        logp = torch.empty(len(target), device=target.device)
+        ctx.norm = torch.empty_like(logp)
+        for i in _TokenLogprob.chunks(hidden, head):
+            logits = linear(hidden[i], head).float().div_(temperature)
+            ctx.norm[i] = logits.logsumexp(-1)
+            logp[i] = logits.gather(1, target[i, None]).squeeze(1) - ctx.norm[i]
+        return logp
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        hidden, head, target = ctx.saved_tensors
+        hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(
+            head, dtype=torch.promote_types(head.dtype, torch.float32))
+        for i in _TokenLogprob.chunks(hidden, head):
+            logits = linear(hidden[i], head).float().div_(ctx.temperature)
+            weight = logits.sub_(ctx.norm[i, None]).exp_().mul_(-grad[i, None] / ctx.temperature)
+            weight.scatter_add_(1, target[i, None], grad[i, None] / ctx.temperature)
+            weight = weight.to(hidden.dtype)
+            hidden_grad[i] = linear(weight, head.t())
+            head_grad += linear(weight.t(), hidden[i].t())
+        return hidden_grad, head_grad.to(head.dtype), None, None
+
+    @staticmethod
+    def chunks(hidden: Tensor, head: Tensor) -> list[slice]:
+        size = min(4096, max(256, CHUNK_LOGITS // len(head)))
+        return [slice(i, i + size) for i in range(0, len(hidden), size)]
+
+
+def _gathered(hidden: Tensor, head: Tensor, target: Tensor, vocabulary: int, temperature: float) -> Tensor:
+    """hidden [N,E], target int64 [N] -> log-probability float32 [N]."""
     count = len(target)
     spare = rounded(max(count, 1), POSITION_STEP) - count
     hidden, target = F.pad(hidden, (0, 0, 0, spare)), F.pad(target, (0, spare))
-    parts = [(hidden[i:i + HEAD_CHUNK], target[i:i + HEAD_CHUNK]) for i in range(0, len(target), HEAD_CHUNK)]
-    if len(parts) == 1 or not torch.is_grad_enabled():
-        return torch.cat([chunk(h, t, head) for h, t in parts])[:count]
-    return torch.cat([checkpoint(chunk, h, t, head, use_reentrant=False) for h, t in parts])[:count]
+    head = head[:vocabulary].to(hidden.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _TokenLogprob.apply(hidden, head, target, temperature)[:count]
+
+
+def pack(ids: Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int], groups: Sequence[int]) -> Packed:
+    """Rows int64 [B,T] of some groups, prompt included, as one line in which each group's prompt stands once.
+
+    A row's last token is left out: nothing is predicted from it. Rows of a group share their first prompt tokens.
+    """
+    device, lines = ids.device, ids.cpu()
+    first = {g: groups.index(g) for g in dict.fromkeys(groups)}  # a row of each group
+    number = {g: n for n, g in enumerate(first)}
+    heads = [prompt_lengths[i] for i in first.values()]
+    tails = [max(0, n - 1 - p) for n, p in zip(lengths, prompt_lengths, strict=True)]
+    shape = (len(heads), rounded(max(heads), WIDTH_STEP)), (len(tails), rounded(max(1, *tails), WIDTH_STEP))
+    line = [lines[i, :p] for i, p in zip(first.values(), heads, strict=True)]
+    line += [lines[i, p:p + n] for i, (p, n) in enumerate(zip(prompt_lengths, tails, strict=True))]
+    position = [torch.arange(p) for p in heads] + [torch.arange(p, p + n)
+                                                   for p, n in zip(prompt_lengths, tails, strict=True)]
+    count = sum(heads) + sum(tails)
+    spare = rounded(count, POSITION_STEP) - count
+    line, position = (F.pad(torch.cat(x), (0, spare)).to(device) for x in (line, position))
+    places = [torch.cat([torch.arange(n) + i * width for i, n in enumerate(sizes)]).to(device)
+              for sizes, (_, width) in zip((heads, tails), shape, strict=True)]
+    owner = torch.tensor([number[g] for g in groups], device=device)
+    (_, p), (_, n) = shape
+    of_prompt = torch.arange(p, device=device) < torch.tensor(heads, device=device)[owner, None]  # [R,P]
+    of_row = torch.ones(n, n, dtype=torch.bool, device=device).tril()
+    mask = torch.cat([of_prompt[:, None].expand(-1, n, -1), of_row.expand(len(tails), -1, -1)], 2)
+    return Packed(line, position, shape[0], places[0], shape[1], places[1], owner, mask, max(lengths))
+
+
+def group_logprobs(policy: Policy, ids: Tensor, mask: Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int],
+                   groups: Sequence[int], vocabulary: int, temperature: float = 1.0,
+                   precision: str = "fp32") -> Tensor:
+    """`token_logprobs` of rollouts [B,T], with the prompt of each group run once.
+
+    lengths, prompt_lengths, groups: of each row; mask must be False on all prompts.
+    """
+    packed = pack(ids, lengths, prompt_lengths, groups)
+    prompts = torch.tensor(prompt_lengths, device=ids.device)
+    row, column = mask.nonzero(as_tuple=True)
+    if bool((column < prompts[row]).any()):
+        raise ValueError("a prompt token is masked as sampled")
+    # a token is predicted from the one before it: in its row, or the last of its prompt
+    heads = torch.zeros(packed.prompts[0], dtype=torch.long, device=ids.device).index_copy(0, packed.owner, prompts)
+    tails = (torch.tensor(lengths, device=ids.device) - 1 - prompts).clamp(min=0)
+    prompt_end, row_start = heads.cumsum(0) - 1, heads.sum() + tails.cumsum(0) - tails
+    inside = column - prompts[row]
+    before = torch.where(inside == 0, prompt_end[packed.owner[row]], row_start[row] + inside - 1)
+    with precision_context(precision, ids.device):
+        hidden = policy.hidden_packed(packed)
+        logp = _gathered(hidden.index_select(0, before), policy.head, ids[mask], vocabulary, temperature)
+    return torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, logp)
 
 
 def optimizers(policy: Policy, kind: str, lr: float, weight_decay: float, betas: tuple[float, float],
@@ -138,7 +246,7 @@ class Batch:
     """Rollouts of a step as tensors, prompt included: ids, labels, policy_mask int64 and logprobs float32, all [B,T].
 
     advantages float32 [B,T] and old (log-probabilities before the first update; None: those of the pass itself) are
-    filled in later; lengths: tokens of each row.
+    filled in later; lengths, prompt_lengths, groups: tokens, prompt tokens and prompt of each row.
     """
 
     ids: Tensor
@@ -146,6 +254,8 @@ class Batch:
     policy_mask: Tensor
     logprobs: Tensor
     lengths: list[int]
+    prompt_lengths: list[int]
+    groups: list[int]
     advantages: Tensor | None = None
     old: Tensor | None = None
 
@@ -154,17 +264,31 @@ class Batch:
         ids, labels, mask = (pad([getattr(e, name) for e in episodes]).to(device)
                              for name in ("ids", "labels", "policy_mask"))
         logprobs = pad([e.logprobs for e in episodes], dtype=torch.float32).to(device)
-        return cls(ids, labels, mask, logprobs, [len(e.ids) for e in episodes])
+        return cls(ids, labels, mask, logprobs, [len(e.ids) for e in episodes], [e.prompt_length for e in episodes],
+                   [e.group for e in episodes])
+
+    def logprobs_of(self, policy: Policy, rows: Sequence[int], vocabulary: int, cfg: Config) -> Tensor:
+        """Log-probabilities of these rows' policy tokens under `policy`, float32 [rows, widest of them]."""
+        lengths, prompts, groups = ([x[i] for i in rows] for x in (self.lengths, self.prompt_lengths, self.groups))
+        width = rounded(max(lengths), WIDTH_STEP)
+        return group_logprobs(policy, self.ids[rows, :width], self.policy_mask[rows, :width] == 1, lengths, prompts,
+                              groups, vocabulary, cfg.rollout.temperature, cfg.precision)
+
+    def parts(self, rows: Sequence[int], token_budget: int) -> Iterator[list[int]]:
+        """These rows in micro-batches."""
+        chosen = ([x[i] for i in rows] for x in (self.lengths, self.prompt_lengths, self.groups))
+        for part in group_batches(*chosen, token_budget):
+            yield [rows[i] for i in part]
 
 
 @torch.no_grad()
 def all_logprobs(policy: Policy, batch: Batch, vocabulary: int, cfg: Config) -> Tensor:
     """Log-probabilities of all policy tokens under `policy`, float32 [B,T], 0 elsewhere."""
     out = torch.zeros_like(batch.logprobs)
-    for rows in micro_batches(batch.lengths, cfg.micro_batch_tokens):
-        width = rounded(max(batch.lengths[i] for i in rows), WIDTH_STEP)
-        out[rows, :width] = token_logprobs(policy, batch.ids[rows, :width], batch.policy_mask[rows, :width] == 1,
-                                           vocabulary, cfg.rollout.temperature, cfg.precision)
+    for rows in batch.parts(range(len(batch.lengths)), cfg.micro_batch_tokens):
+        with phases("log-probabilities", sum(batch.lengths[i] for i in rows)):
+            logp = batch.logprobs_of(policy, rows, vocabulary, cfg)
+        out[rows, :logp.shape[1]] = logp
     return out
 
 
@@ -187,25 +311,27 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
     work = [i for i in rows if loss_cfg.kl_coef > 0 or bool(batch.advantages[i].any())]
     sums = dict.fromkeys(("loss", "kl", "clip_fraction", "dual_clip_fraction", "approx_kl", "logprob_gap"), 0.0)
     widest, tokens = 0.0, 0
-    for part in micro_batches([batch.lengths[i] for i in work], cfg.micro_batch_tokens):
-        part = [work[i] for i in part]
-        width = rounded(max(batch.lengths[i] for i in part), WIDTH_STEP)
-        ids, mask, labels, stored, advantages = (t[part, :width] for t in (
-            batch.ids, batch.policy_mask, batch.labels, batch.logprobs, batch.advantages))
-        logp = token_logprobs(policy, ids, mask == 1, vocabulary, cfg.rollout.temperature, cfg.precision)
+    for part in batch.parts(work, cfg.micro_batch_tokens):
+        tokens_in = sum(batch.lengths[i] for i in part)
+        with phases("log-probabilities", tokens_in):
+            logp = batch.logprobs_of(policy, part, vocabulary, cfg)
+        width = logp.shape[1]
+        mask, labels, stored, advantages = (t[part, :width] for t in (
+            batch.policy_mask, batch.labels, batch.logprobs, batch.advantages))
         old = logp.detach() if batch.old is None else batch.old[part, :width]
         result = policy_loss(logp, old, advantages, mask, loss_cfg.clip_low, loss_cfg.clip_high, loss_cfg.dual_clip,
                              loss_cfg.aggregation, norm_length, labels=labels, **counts)
         loss = result.loss
         if loss_cfg.kl_coef > 0:
-            with torch.no_grad():
-                ref = token_logprobs(reference, ids, mask == 1, vocabulary, cfg.rollout.temperature, cfg.precision)
+            with torch.no_grad(), phases("log-probabilities", tokens_in):
+                ref = batch.logprobs_of(reference, part, vocabulary, cfg)
             kl = kl_loss(logp, ref, mask, loss_cfg.kl_kind, loss_cfg.aggregation, norm_length, labels=labels, **counts)
             loss = loss + loss_cfg.kl_coef * kl.loss
             sums["kl"] += float(kl.token_kl.detach().sum())
         if not torch.isfinite(loss):
             raise FloatingPointError(f"policy loss {loss.item()}")
-        loss.backward()
+        with phases("backward", tokens_in):
+            loss.backward()
         n = int(mask.sum())
         gap = (logp.detach() - stored).abs() * mask
         widest, tokens = max(widest, float(gap.max())), tokens + n
@@ -213,6 +339,7 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
         sums["logprob_gap"] += float(gap.sum())
         for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):
             sums[name] += float(getattr(result, name)) * n
-    norm = optimizer_step(policy, found, rl.grad_clip) if work else 0.0
+    with phases("optimiser"):
+        norm = optimizer_step(policy, found, rl.grad_clip) if work else 0.0
     means = {k: v / max(1, tokens) for k, v in sums.items() if k != "loss"}
     return means | {"loss": sums["loss"], "grad_norm": norm, "logprob_gap_max": widest}

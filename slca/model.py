@@ -1,4 +1,4 @@
-"""The policy: one decoder for the Qwen2, Qwen3 and Llama families, with a static KV cache.
+"""The policy: one decoder for the Qwen2, Qwen3 and Llama families.
 
 Grouped-query attention, rotary positions (llama3 scaling included), RMSNorm, SwiGLU, tied or untied head. Parameter
 names are those of Hugging Face checkpoints, so `weights.py` needs no renaming. Left out: sliding windows, dropout,
@@ -7,14 +7,18 @@ mixture of experts, and rope scalings other than llama3 and linear (refused by n
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+MANY_ROWS = 512
+PLAIN_SCORES = 2 ** 20  # queries times keys of a head up to which plain attention is the faster
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
@@ -120,52 +124,72 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return inv
 
 
-class KVCache:
-    """Keys and values of every layer, allocated once: [layers, rows, kv_heads, max_len, head_dim].
-
-    `length[r]` is the cursor of row r: how many tokens it holds. Rows need no padding: each writes at its own cursor
-    and sees only its own columns below it. Columns at or past the cursor hold leftovers and are never read.
-    """
-
-    def __init__(self, config: ModelConfig, rows: int, max_len: int, dtype=torch.float32, device="cpu"):
-        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, max_len, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.length = torch.zeros(rows, dtype=torch.long, device=device)
-
-    def copy_rows(self, source: Tensor, target: Tensor) -> None:
-        """Rows `target` become copies of rows `source` (int64 [n] each), cursors included."""
-        self.length[target] = self.length[source]
-        top = int(self.length[target].max()) if len(target) else 0
-        for t in (self.k, self.v):
-            t[:, target, :, :top] = t[:, source, :, :top]
+def onednn_runs(weight: Tensor) -> bool:
+    """Do oneDNN's kernels multiply by this matrix? They use AVX-512 in float32 where MKL does not (on AMD: 2 x)."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
+    return weight.dtype == torch.float32 or weight.dtype == torch.bfloat16 and bf16()
 
 
-@dataclass
-class _Step:
-    """What all layers of one cached forward share: where to write and what to see."""
+def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] times weight [out, in] (of any stride, or packed by oneDNN) -> [..., out]; no gradient."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
-    cache: KVCache
-    rows: Tensor | int  # int n: the first n rows, as views; Tensor: any rows, gathered
-    where: tuple[Tensor, Tensor, Tensor]  # (cache row, position, flat index) of every token written, [tokens] each
-    span: int  # columns any row sees
-    mask: Tensor | None  # bool [B, N, span], True is seen; None: a fresh causal block
+
+class _Product(torch.autograd.Function):
+    """F.linear and its gradients by oneDNN."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return onednn(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        return (onednn(grad, weight.t()) if need_x else None, onednn(flat.t(), rows.t()) if need_weight else None,
+                flat.sum(0) if need_bias else None)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear; many rows of float32 on a CPU by oneDNN. (Few gain little, and are the bits other libraries get.)"""
+    many = x.numel() >= MANY_ROWS * x.shape[-1]
+    fast = many and x.dtype == weight.dtype == torch.float32 and onednn_runs(weight)
+    if not fast or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight, bias)
+    return _Product.apply(x, weight, bias)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q [B,H,N,D], k and v [B,K,S,D] -> [B,H,N,D]. mask bool [B,N,S], or None for a causal block (N == S)."""
+    """q [B,H,N,D], k and v [B,K,S,D] -> [B,H,N,D]. mask bool [B,N,S], True is seen; None: a causal block, N == S.
+
+    Plain products where they are faster than the fused kernel: short bfloat16 blocks on a CPU, most of all backwards.
+    """
     b, h, n, d = q.shape
-    groups = h // k.shape[1]
-    if mask is not None:  # the query heads of one key head stand in the query axis: keys are not repeated
-        q = q.reshape(b, k.shape[1], groups * n, d)
-        mask = mask[:, None].repeat(1, 1, groups, 1) if n > 1 else mask[:, None]
+    span, groups = k.shape[2], h // k.shape[1]
+    plain = q.dtype == torch.bfloat16 and q.device.type == "cpu" and n * span <= PLAIN_SCORES
+    if mask is None and not plain:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    q = q.reshape(b, k.shape[1], groups * n, d)  # the query heads of a key head: keys are not repeated
+    if not plain:
+        mask = mask[:, None].repeat(1, 1, groups, 1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(b, h, n, d)
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu":  # several times faster than the fused kernel backwards
-        with torch.autocast("cpu", enabled=False):
-            future = torch.full((n, n), float("-inf"), dtype=q.dtype).triu(1)
-            return torch.matmul(torch.softmax(torch.matmul(q * d ** -0.5, k.transpose(-1, -2)) + future, -1), v)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    with torch.autocast("cpu", enabled=False):
+        hidden = torch.ones(n, n, dtype=torch.bool).triu(1) if mask is None else ~mask[:, None, None]
+        bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+        scores = torch.matmul(q * d ** -0.5, k.transpose(-1, -2)).view(b, -1, groups, n, span)
+        weights = torch.softmax(scores + bias, -1).view(b, -1, groups * n, span)
+        return torch.matmul(weights, v).view(b, h, n, d)
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -182,36 +206,23 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         bias = c.attention_bias
-        self.q_proj = nn.Linear(c.hidden_size, self.heads * self.dim, bias=bias)
-        self.k_proj = nn.Linear(c.hidden_size, self.kv_heads * self.dim, bias=bias)
-        self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * self.dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.dim, c.hidden_size, bias=bias and c.model_type != "qwen2")
+        self.q_proj = Linear(c.hidden_size, self.heads * self.dim, bias=bias)
+        self.k_proj = Linear(c.hidden_size, self.kv_heads * self.dim, bias=bias)
+        self.v_proj = Linear(c.hidden_size, self.kv_heads * self.dim, bias=bias)
+        self.o_proj = Linear(self.heads * self.dim, c.hidden_size, bias=bias and c.model_type != "qwen2")
         if c.model_type == "qwen3":
             self.q_norm, self.k_norm = RMSNorm(self.dim, c.rms_norm_eps), RMSNorm(self.dim, c.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, step: _Step | None) -> Tensor:
-        b, n, _ = x.shape
-        q = self.q_proj(x).view(b, n, self.heads, self.dim)
-        k = self.k_proj(x).view(b, n, self.kv_heads, self.dim)
-        v = self.v_proj(x).view(b, n, self.kv_heads, self.dim).transpose(1, 2)  # [B,K,N,D]
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Callable) -> Tensor:
+        heads = *x.shape[:-1], -1, self.dim
+        q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rope).transpose(1, 2), rotate(k, *rope).transpose(1, 2)  # [B,H,N,D], [B,K,N,D]
-        mask = None
-        if step is not None:
-            ck, cv, mask = step.cache.k[layer], step.cache.v[layer], step.mask
-            row, position, flat = step.where
-            ck[row, :, position] = k.transpose(1, 2).reshape(b * n, self.kv_heads, self.dim)[flat].to(ck.dtype)
-            cv[row, :, position] = v.transpose(1, 2).reshape(b * n, self.kv_heads, self.dim)[flat].to(cv.dtype)
-            if mask is not None:
-                pick = slice(0, step.rows) if isinstance(step.rows, int) else step.rows
-                k, v = ck[pick, :, :step.span].to(q.dtype), cv[pick, :, :step.span].to(q.dtype)
-        out = attend(q, k, v, mask)
-        return self.o_proj(out.transpose(1, 2).reshape(b, n, self.heads * self.dim))
+        return self.o_proj(attention(rotate(q, *rope), rotate(k, *rope), v))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions, halves layout. x [B,N,H,D]; cos, sin [B or 1,N,1,D], the sign of the first half in sin."""
+    """Rotary positions, halves layout. x [...,H,D]; cos, sin [...,1,D], the sign of the first half in sin."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat([x[..., half:], x[..., :half]], -1) * sin
 
@@ -219,9 +230,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class MLP(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -234,8 +245,8 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def forward(self, h: Tensor, rope: tuple[Tensor, Tensor], layer: int, step: _Step | None) -> Tensor:
-        h = h + self.self_attn(self.input_layernorm(h), rope, layer, step)
+    def forward(self, h: Tensor, rope: tuple[Tensor, Tensor], attention: Callable) -> Tensor:
+        h = h + self.self_attn(self.input_layernorm(h), rope, attention)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -249,6 +260,48 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
 
+@dataclass
+class Packed:
+    """Tokens of groups in one line: all prompts, then all rows behind them, then filling (id 0).
+
+    ids, position int64 [tokens]. prompts (n, P) and rows (R, N): shapes of the padded blocks that attention works on;
+    prompt_place, row_place int64: where each prompt or row token stands in its block, flattened. owner int64 [R]: the
+    prompt of each row. mask bool [R, N, P + N]: what a row's token sees of its prompt and of its row.
+    """
+
+    ids: Tensor
+    position: Tensor
+    prompts: tuple[int, int]
+    prompt_place: Tensor
+    rows: tuple[int, int]
+    row_place: Tensor
+    owner: Tensor
+    mask: Tensor
+    reach: int  # positions in use
+
+
+def place(x: Tensor, at: Tensor, shape: tuple[int, int]) -> Tensor:
+    """x [tokens, ...] into a block [*shape, ...] of zeros, token i at flat index at[i]."""
+    if len(at) == shape[0] * shape[1]:  # nothing is padded, and `at` counts up
+        return x.reshape(*shape, *x.shape[1:])
+    return x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, at, x).view(*shape, *x.shape[1:])
+
+
+class _Take(torch.autograd.Function):
+    """Rows of x at indices that are all different: the way back is a copy, not a sum."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, at: Tensor) -> Tensor:
+        ctx.save_for_backward(at)
+        ctx.shape = x.shape
+        return x.index_select(0, at)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.saved_tensors[0], grad), None
+
+
 class Policy(nn.Module):
     """policy(ids [B,T] int64) -> logits [B,T,V]. Rows are right-padded at will: attention is causal."""
 
@@ -257,7 +310,7 @@ class Policy(nn.Module):
         self.config = config
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self._rope: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -270,52 +323,47 @@ class Policy(nn.Module):
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(self.hidden(ids), self.head)
+        return linear(self.hidden(ids), self.head)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """ids int64 [B,T] -> final hidden states [B,T,hidden], each row a sequence from position 0."""
-        cos, sin = self._rope_table(ids.shape[1])
-        rope = cos[None, :ids.shape[1], None], sin[None, :ids.shape[1], None]
-        return self._run(ids, rope, None)
+        b, t = ids.shape
 
-    def extend(self, ids: Tensor, cache: KVCache, rows: Tensor | int, count: Tensor | None = None) -> Tensor:
-        """Feed ids int64 [B,N] to cache rows at their cursors and move the cursors on -> hidden [B,N,hidden].
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(*(x.transpose(1, 2) for x in (q, k, v)), None).transpose(1, 2).reshape(b, t, -1)
 
-        rows: int64 [B], or an int for the first B rows (the fast way to decode). count int64 [B]: how many of the N
-        tokens of a row are real (right padding beyond; their outputs mean nothing). All rows at cursor 0: a plain
-        causal block. Raises ValueError where a row would outgrow the cache.
+        cos, sin = self.rope_table(t)
+        return self._run(ids, (cos[:t, None], sin[:t, None]), attention)
+
+    def hidden_packed(self, p: Packed) -> Tensor:
+        """Groups of sequences that share their prompts -> final hidden states [tokens, hidden], as `Packed` lays them.
+
+        A prompt's tokens run once for all its rows, forwards and backwards.
         """
-        b, n = ids.shape
-        index = torch.arange(rows, device=ids.device) if isinstance(rows, int) else rows
-        start = cache.length[index]
-        count = torch.full_like(start, n) if count is None else count
-        end = start + count
-        span = int(end.max())
-        if span > cache.k.shape[3]:
-            raise ValueError(f"the KV cache holds {cache.k.shape[3]} tokens a row, {span} are needed")
-        offset = torch.arange(n, device=ids.device)
-        position = start[:, None] + offset  # [B,N]
-        real = offset < count[:, None]
-        flat = real.flatten().nonzero().squeeze(1)
-        where = index[:, None].expand(b, n).flatten()[flat], position.flatten()[flat], flat
-        mask = None
-        if bool(start.any()) or n == 1:
-            mask = torch.arange(span, device=ids.device) <= position[:, :, None]  # [B,N,span]
-        cos, sin = self._rope_table(span + n)
-        out = self._run(ids, (cos[position][:, :, None], sin[position][:, :, None]),
-                        _Step(cache, rows, where, span, mask))
-        cache.length[index] = end
-        return out
+        a, b = len(p.prompt_place), len(p.prompt_place) + len(p.row_place)
 
-    def _run(self, ids: Tensor, rope: tuple[Tensor, Tensor], step: _Step | None) -> Tensor:
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            prompts = [place(x[:a], p.prompt_place, p.prompts).transpose(1, 2) for x in (q, k, v)]
+            rows = [place(x[a:b], p.row_place, p.rows).transpose(1, 2) for x in (q, k, v)]
+            of_prompts = attend(*prompts, None).transpose(1, 2).flatten(0, 1)
+            keys, values = (torch.cat([shared.index_select(0, p.owner), own], 2)
+                            for shared, own in zip(prompts[1:], rows[1:], strict=True))
+            of_rows = attend(rows[0], keys, values, p.mask).transpose(1, 2).flatten(0, 1)
+            out = [_Take.apply(of_prompts, p.prompt_place), _Take.apply(of_rows, p.row_place)]
+            return F.pad(torch.cat(out).flatten(1), (0, 0, 0, len(p.ids) - b))
+
+        cos, sin = self.rope_table(p.reach)
+        return self._run(p.ids, (cos[p.position][:, None], sin[p.position][:, None]), attention)
+
+    def _run(self, ids: Tensor, rope: tuple[Tensor, Tensor], attention: Callable) -> Tensor:
         h = F.embedding(ids, self.model.embed_tokens.weight)
         dtype = torch.get_autocast_dtype(h.device.type) if torch.is_autocast_enabled(h.device.type) else h.dtype
         rope = rope[0].to(dtype), rope[1].to(dtype)
-        for layer, block in enumerate(self.model.layers):
-            h = block(h, rope, layer, step)
+        for block in self.model.layers:
+            h = block(h, rope, attention)
         return self.model.norm(h)
 
-    def _rope_table(self, length: int) -> tuple[Tensor, Tensor]:
+    def rope_table(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and signed sin, float32 [>= length, head_dim], grown on demand."""
         if self._rope is None or self._rope[0].shape[0] < length or self._rope[0].device != self.device:
             size = 1 << max(8, (length - 1).bit_length())

@@ -16,6 +16,7 @@ from slca import chat
 from slca.config import Config
 from slca.data.task import Task
 from slca.model import Policy
+from slca.phases import phases
 from slca.rewards import HierR, parse_blocks
 from slca.sampler import Row, Sampler, row_stream
 from slca.segments import segment_labels
@@ -104,6 +105,9 @@ def rollout(policy: Policy, tokenizer, tasks: Sequence[Task], simulator: Simulat
     """
     limit = cfg.rollout.max_response_tokens if max_response_tokens is None else max_response_tokens
     prompts = prompts or [chat.render(t.messages, t.tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
+    if sampler is not None:
+        with phases("pack weights"):
+            sampler.refresh()
     sampler = sampler or make_sampler(policy, tokenizer, cfg, group_size, len(tasks), max(map(len, prompts)) + limit,
                                       temperature)
     episodes: list[Episode] = []
@@ -141,7 +145,8 @@ def make_sampler(policy: Policy, tokenizer, cfg: Config, group_size: int, groups
     """Cache rows for all episodes, or as many whole groups as `rollout.max_rows` allows (at least one)."""
     slots = group_size * max(1, min(groups, cfg.rollout.max_rows // group_size))
     stops = (CALL_CLOSE,) if cfg.chat.parallel == "list" else ()
-    return Sampler(policy, slots, max_len, temperature, tokenizer.stop_ids, stops, tokenizer)
+    return Sampler(policy, slots, max_len, temperature, tokenizer.stop_ids, stops, tokenizer,
+                   torch.bfloat16 if cfg.rollout.precision == "bf16" else None)
 
 
 def _after_turn(row: Row, episode: Episode, tokenizer, simulator: Simulator, cfg: Config,
@@ -155,7 +160,8 @@ def _after_turn(row: Row, episode: Episode, tokenizer, simulator: Simulator, cfg
     episode.turns.append(("assistant", text))
     if not turn.stopped:
         return episode.finish("length_limit", rule)
-    results, errors, cut, malformed = run_turn(text, episode.task.tools, simulator, bounds.max_calls_per_turn)
+    with phases("simulator"):
+        results, errors, cut, malformed = run_turn(text, episode.task.tools, simulator, bounds.max_calls_per_turn)
     episode.call_errors, episode.calls_cut = episode.call_errors + errors, episode.calls_cut + cut
     if not results or malformed and bounds.malformed_call == "stop":
         return episode.finish("malformed" if malformed else "answered", rule)

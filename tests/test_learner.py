@@ -47,8 +47,8 @@ def load_train():
     return module
 
 
-def make(seed: int = 0, vocab: int = V) -> Policy:
-    return drawn(ModelConfig("qwen3", vocab, 32, 48, 2, 4, 2, tie_word_embeddings=seed % 2 == 0), seed)
+def make(seed: int = 0, vocab: int = V, family: str = "qwen3") -> Policy:
+    return drawn(ModelConfig(family, vocab, 32, 48, 2, 4, 2, tie_word_embeddings=seed % 2 == 0), seed)
 
 
 def settings(*overrides: str) -> Config:
@@ -68,7 +68,8 @@ def make_batch(seed: int = 0, quiet=()) -> Batch:
     advantages = torch.randn(mask.shape, generator=draw) * mask
     advantages[list(quiet)] = 0
     old = -3 + 0.3 * torch.randn(mask.shape, generator=draw) * mask
-    return Batch(ids, segment_labels(mask), mask, old * mask, [len(m) for m in masks], advantages)
+    return Batch(ids, segment_labels(mask), mask, old * mask, [len(m) for m in masks], [m.index(1) for m in masks],
+                 list(range(len(masks))), advantages)
 
 
 @pytest.fixture
@@ -158,7 +159,8 @@ def test_metrics_do_not_depend_on_micro_batches(gradient):
 def test_an_update_of_some_rows_has_their_denominator(gradient):
     policy, batch = make().double(), make_batch()
     part = Batch(*(getattr(batch, k)[[1, 4]] for k in ("ids", "labels", "policy_mask", "logprobs")),
-                 [batch.lengths[i] for i in (1, 4)], batch.advantages[[1, 4]])
+                 *([getattr(batch, k)[i] for i in (1, 4)] for k in ("lengths", "prompt_lengths", "groups")),
+                 batch.advantages[[1, 4]])
     want = gradient(policy, None, part, settings())
     assert relative(gradient(policy, None, batch, settings(), rows=[1, 4]), want) < 1e-6
 
@@ -166,8 +168,8 @@ def test_an_update_of_some_rows_has_their_denominator(gradient):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_rows_without_advantage_are_skipped_but_counted(gradient, monkeypatch, aggregation):
     policy, batch, run = make().double(), make_batch(quiet=[0, 3, 4]), []
-    plain = learner.token_logprobs
-    monkeypatch.setattr(learner, "token_logprobs", lambda p, ids, *a: run.append(len(ids)) or plain(p, ids, *a))
+    plain = learner.group_logprobs
+    monkeypatch.setattr(learner, "group_logprobs", lambda p, ids, *a: run.append(len(ids)) or plain(p, ids, *a))
     cfg = settings(f"loss.aggregation={aggregation}")
     got = gradient(policy, None, batch, cfg)
     assert run == [3]
@@ -224,23 +226,82 @@ def saved_shapes(run) -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_chunked_head_is_the_dense_one(monkeypatch):
-    """Values and gradients, and of the chunked one no logits are kept for the backward pass."""
+@pytest.mark.parametrize("chunk", [256, 4])
+def test_head_in_chunks_is_the_dense_one_and_keeps_no_logits(monkeypatch, chunk):
+    """Values and gradients; no tensor of (tokens x vocabulary) is saved, in any type or order."""
+    monkeypatch.setattr(learner._TokenLogprob, "chunks",
+                        staticmethod(lambda hidden, head: [slice(i, i + chunk) for i in range(0, len(hidden), chunk)]))
     policy, batch = make(1).double(), make_batch()
-    mask, results, kept = batch.policy_mask == 1, [], []
-    n = int(mask.sum())
-    for size in (4096, 7, 1):
-        monkeypatch.setattr(learner, "HEAD_CHUNK", size)
+    mask, logp = batch.policy_mask == 1, []
+    shapes = saved_shapes(lambda: logp.append(token_logprobs(policy, batch.ids, mask, V, 0.8)))
+    assert shapes and not [s for s in shapes if V in s and s != (V, 32)]
+    (logp[0] * batch.advantages).sum().backward()
+    grad = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    policy.zero_grad()
+    dense = torch.log_softmax(policy(batch.ids[:, :-1]).float() / 0.8, -1)
+    dense = torch.nn.functional.pad(dense.gather(2, batch.ids[:, 1:, None]).squeeze(2), (1, 0)) * mask
+    (dense * batch.advantages).sum().backward()
+    torch.testing.assert_close(logp[0], dense, rtol=1e-6, atol=1e-6)
+    assert relative(grad, torch.cat([p.grad.flatten() for p in policy.parameters()])) < 1e-6
+
+
+# ---- prompts that run once
+
+GROUPS = [4, 9, 4, 9, 9, 2]  # of six rows; prompts of 3, 1 and 6 tokens
+PROMPTS = {4: 3, 9: 1, 2: 6}
+
+
+def shared_batch(seed: int = 0) -> Batch:
+    """Rows of two to one response tokens and more, some with tool turns, whose groups share their prompts."""
+    draw = torch.Generator().manual_seed(seed)
+    prompts = {g: torch.randint(0, V, (n,), generator=draw).tolist() for g, n in PROMPTS.items()}
+    masks = [[0] * PROMPTS[g] + m for g, m in zip(GROUPS, ([1, 1, 0, 0, 1], [1], [1, 1], [1, 0, 1, 1, 1, 1, 1], [1] * 4,
+                                                           [1, 1, 0, 1]), strict=True)]
+    rows = [prompts[g] + torch.randint(0, V, (len(m) - PROMPTS[g],), generator=draw).tolist()
+            for g, m in zip(GROUPS, masks, strict=True)]
+    mask = pad(masks)
+    return Batch(pad(rows), segment_labels(mask), mask, -3.0 * mask, [len(m) for m in masks],
+                 [PROMPTS[g] for g in GROUPS], GROUPS, torch.randn(mask.shape, generator=draw) * mask)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shared_prompts_give_the_plain_scores_and_gradients(family, precision):
+    """Against the rows one after another without any sharing; in float32 to 1e-6, also of the embedding."""
+    policy, batch = make(family=family), shared_batch()
+    results = []
+    for shared in (True, False):
         policy.zero_grad()
-        logp = []
-        shapes = saved_shapes(lambda logp=logp: logp.append(token_logprobs(policy, batch.ids, mask, V, 0.8)))
-        (logp[0] * batch.advantages).sum().backward()
-        results.append((logp[0].detach(), torch.cat([p.grad.flatten() for p in policy.parameters()])))
-        kept.append(sum(s[0] for s in shapes if len(s) == 2 and s[1] == V and s != (32, V)))
-    assert kept[0] >= n == 30 and kept[1:] == [0, 0]
-    for logp, grad in results[1:]:
-        torch.testing.assert_close(logp, results[0][0], rtol=1e-6, atol=1e-6)
-        assert relative(grad, results[0][1]) < 1e-6
+        if shared:
+            logp = batch.logprobs_of(policy, range(6), V, settings(f"precision={precision}", "rollout.temperature=0.8"))
+        else:
+            logp = token_logprobs(policy, batch.ids, batch.policy_mask == 1, V, 0.8, precision)[:, :32]
+        (logp * batch.advantages[:, :32]).sum().backward()
+        results.append((logp.detach(), torch.cat([p.grad.flatten() for p in policy.parameters()])))
+    (a, grad_a), (b, grad_b) = results
+    assert (a != 0).sum() == batch.policy_mask.sum() == 19
+    torch.testing.assert_close(a, b, rtol=0, atol=2e-6 if precision == "fp32" else 0.15)
+    assert relative(grad_a, grad_b) < (1e-6 if precision == "fp32" else 0.05)
+
+
+def test_a_shared_prompt_runs_once():
+    batch = shared_batch()
+    packed = learner.pack(batch.ids, batch.lengths, batch.prompt_lengths, batch.groups)
+    rows = sum(n - 1 - p for n, p in zip(batch.lengths, batch.prompt_lengths, strict=True))
+    assert len(packed.prompt_place) == sum(PROMPTS.values()) and len(packed.row_place) == rows
+    assert len(packed.ids) == 256 and packed.ids[:3].tolist() == batch.ids[0, :3].tolist()
+
+
+@pytest.mark.parametrize("budget", [1, 9, 20, 1000])
+def test_groups_stay_together_within_the_budget(budget):
+    batch = shared_batch()
+    parts = list(batch.parts(range(6), budget))
+    assert sorted(i for part in parts for i in part) == list(range(6))
+    for part in parts:
+        size = sum(PROMPTS[g] for g in {GROUPS[i] for i in part})
+        size += sum(batch.lengths[i] - batch.prompt_lengths[i] for i in part)
+        assert size <= budget or len(part) == 1
+    assert len(parts) == {1: 6, 1000: 1}.get(budget, len(parts))
 
 
 def test_bf16_scores_stay_close_and_float32():
@@ -275,18 +336,18 @@ def test_ratio_is_exactly_1_on_the_first_update(monkeypatch, gradient):
 def token_gradients(monkeypatch, policy, batch, cfg) -> torch.Tensor:
     """d loss / d log-probability, [B,T]. (The parameters are shared by both streams: at their level every gradient is
     a sum over all tokens, so whose reward reaches which token can be seen only here.)"""
-    kept, plain = [], token_logprobs
+    kept, plain = [], learner.group_logprobs
 
     def watch(*a):
         logp = plain(*a)
         logp.retain_grad()
         kept.append(logp)
         return logp
-    monkeypatch.setattr(learner, "token_logprobs", watch)
+    monkeypatch.setattr(learner, "group_logprobs", watch)
     rows = list(range(len(batch.lengths)))
     policy_update(policy, None, optimizers(policy, "adamw", 1e-9, 0.0, (0.9, 0.999)), batch, rows, V, cfg)
     assert len(kept) == 1
-    order = next(iter(micro_batches(batch.lengths, 10**6)))
+    order = next(iter(batch.parts(rows, 10**6)))
     out = torch.zeros(batch.ids.shape)
     out[order] = kept[0].grad
     return out
@@ -323,7 +384,8 @@ def test_two_armed_bandit(sign):
         mask = torch.tensor([[0, 0, 1]] * 64)
         labels = segment_labels(mask)
         reward = [float(a == good) for a in arms]
-        batch = Batch(torch.tensor([[*prompt, a] for a in arms]), labels, mask, torch.zeros(64, 3), [3] * 64)
+        batch = Batch(torch.tensor([[*prompt, a] for a in arms]), labels, mask, torch.zeros(64, 3), [3] * 64, [2] * 64,
+                      [0] * 64)
         batch.advantages = sign * slca_advantages(labels, [0] * 64, [0.0] * 64, reward, reward, [0.0] * 64).tokens
         history.append(float(torch.softmax(policy(torch.tensor([prompt]))[0, -1], -1)[good].detach()))
         policy_update(policy, None, found, batch, range(64), 4, cfg)

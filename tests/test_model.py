@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slca.model import KVCache, ModelConfig, Policy, attend, new_policy
+from slca.model import ModelConfig, Policy, attend, new_policy
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 MODELS = {
@@ -52,78 +52,6 @@ def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def feed(policy: Policy, cache: KVCache, rows, sequences: torch.Tensor, chunks: list[list[int]]) -> list[torch.Tensor]:
-    """Send sequences [B,T] into cache rows in ragged chunks -> hidden states of each row, [its length, hidden]."""
-    at, out = [0] * len(sequences), [[] for _ in sequences]
-    for chunk in chunks:
-        width = max(chunk)
-        ids = torch.full((len(chunk), width), 60)
-        for b, n in enumerate(chunk):
-            ids[b, :n] = sequences[b, at[b]:at[b] + n]
-        hidden = policy.extend(ids, cache, rows, None if set(chunk) == {width} else torch.tensor(chunk))
-        for b, n in enumerate(chunk):
-            out[b].append(hidden[b, :n])
-            at[b] += n
-    return [torch.cat(parts) for parts in out]
-
-
-WAYS = {  # three rows; each entry is one call, with the number of tokens each row gets
-    "prefill": [[7, 7, 7]],
-    "ragged prefill": [[5, 1, 9]],
-    "ragged append": [[5, 1, 9], [4, 7, 1], [2, 2, 6]],
-    "decode": [[3, 3, 3], [1, 1, 1], [1, 1, 1], [1, 1, 1]],
-    "decode from ragged": [[2, 6, 1], [1, 1, 1], [1, 1, 1]],
-    "prefill, decode, tool turn, decode": [[4, 1, 6], [1, 1, 1], [1, 1, 1], [5, 2, 9], [1, 1, 1]],
-    "one by one": [[1, 1, 1]] * 5,
-    "past 256 positions": [[250, 3, 1], [30, 1, 2], [1, 1, 1]],
-}
-
-
-@EVERY_MODEL
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rows", [torch.tensor([3, 0, 4]), 3], ids=["any rows", "first rows"])
-def test_cache_equals_plain_forward(family, way, rows):
-    policy, sequences = make(family), tokens(3, 300)
-    cache = KVCache(policy.config, 5, 300)
-    cache.k.fill_(1e30), cache.v.fill_(-1e30)  # leftovers of rows that were there before
-    for got, row in zip(feed(policy, cache, rows, sequences, WAYS[way]), sequences, strict=True):
-        torch.testing.assert_close(got, policy.hidden(row[None, :len(got)])[0], rtol=1e-5, atol=1e-5)
-    lengths = torch.tensor(WAYS[way]).sum(0)
-    assert cache.length[rows if torch.is_tensor(rows) else slice(0, 3)].tolist() == lengths.tolist()
-
-
-@EVERY_MODEL
-def test_leftovers_past_the_cursor_change_no_bit(family):
-    policy, sequences, results = make(family), tokens(3, 40), []
-    for value in (0.0, 1e30):
-        cache = KVCache(policy.config, 3, 40)
-        cache.k.fill_(value), cache.v.fill_(value)
-        results.append(feed(policy, cache, 3, sequences, [[4, 1, 6], [3, 5, 1], [1, 1, 1]]))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_row_reused_from_cursor_0_forgets_what_it_held():
-    policy, sequences = make(), tokens(2, 12)
-    cache = KVCache(policy.config, 1, 12)
-    feed(policy, cache, 1, sequences[:1], [[12]])
-    cache.length[0] = 0
-    got = feed(policy, cache, 1, sequences[1:], [[3], [1], [4]])[0]
-    torch.testing.assert_close(got, policy.hidden(sequences[1:, :8])[0], rtol=1e-5, atol=1e-5)
-
-
-def test_copied_rows_go_on_as_their_source():
-    policy, sequence = make("qwen3"), tokens(1, 14)
-    cache = KVCache(policy.config, 4, 14)
-    feed(policy, cache, torch.tensor([2]), sequence, [[9]])
-    cache.copy_rows(torch.tensor([2, 2]), torch.tensor([0, 3]))
-    assert cache.length.tolist() == [9, 0, 9, 9]
-    rest = sequence[:, 9:].expand(3, 5)
-    hidden = policy.extend(rest, cache, torch.tensor([0, 2, 3]))
-    want = policy.hidden(sequence)[:, 9:].expand(3, -1, -1)
-    torch.testing.assert_close(hidden, want, rtol=1e-5, atol=1e-5)
-
-
 def by_hand(q, k, v, seen):
     """Attention head by head in float64; seen [N,S]."""
     out = torch.empty_like(q, dtype=torch.float64)
@@ -147,18 +75,6 @@ def test_appended_block_sees_the_lower_right_triangle(kv_heads):
     flag = torch.nn.functional.scaled_dot_product_attention(q, *(x.repeat_interleave(4 // kv_heads, 1) for x in (k, v)),
                                                             is_causal=True)
     assert (flag - want).abs().max() > 0.5
-
-
-@EVERY_MODEL
-def test_full_cache_is_refused(family):
-    policy = make(family)
-    cache = KVCache(policy.config, 2, 10)
-    feed(policy, cache, 2, tokens(2, 8), [[8, 5]])
-    with pytest.raises(ValueError, match="holds 10 tokens a row, 11 are needed"):
-        policy.extend(tokens(2, 3), cache, 2)
-    assert cache.length.tolist() == [8, 5]
-    policy.extend(tokens(2, 5), cache, 2, torch.tensor([2, 5]))  # full to the brim is fine
-    assert cache.length.tolist() == [10, 10]
 
 
 @EVERY_MODEL

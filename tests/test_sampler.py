@@ -15,6 +15,7 @@ import torch
 from test_model import drawn
 
 from slca import sampler as sampler_module
+from slca.engine import Engine
 from slca.learner import pad, token_logprobs
 from slca.model import ModelConfig, Policy
 from slca.sampler import Completion, Sampler, draw, generate, row_stream
@@ -209,10 +210,10 @@ def test_each_stop_ends_its_row_and_is_scored(scripted):
 
 
 def test_finished_rows_leave_the_batch(scripted, monkeypatch):
-    policy, sizes, extend = make(), [], Policy.extend
-    monkeypatch.setattr(Policy, "extend", lambda self, ids, *a: sizes.append(tuple(ids.shape)) or extend(self, ids, *a))
+    policy, sizes, step = make(), [], Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self, ids, *a: sizes.append(len(ids)) or step(self, ids, *a))
     play(policy, PROMPTS[0], [[40], [3, 40], [3, 3, 3, 40], [3, 3, 3, 3, 3]], stop_ids=(40,))
-    assert sizes == [(1, 3), (3, 1), (2, 1), (2, 1), (1, 1)]
+    assert sizes == [3, 2, 2, 1]
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +302,7 @@ def test_prefill_in_several_calls_is_the_same(monkeypatch):
     assert_same(generate(policy, PROMPTS, 2, 10, seed=3), want)
 
 
-def test_new_weights_are_seen_at_once():
+def test_new_weights_are_seen_after_refresh():
     policy, other = make(seed=0), make(seed=1)
     streams = [[row_stream(0, p, 0).random(10, np.float32)] for p in range(2)]
     sampler, found = Sampler(policy, 2, 20), []
@@ -311,6 +312,7 @@ def test_new_weights_are_seen_at_once():
         sampler.release(rows)
         found.append([row.fresh for row in rows])
         policy.load_state_dict(other.state_dict())  # in place, as an optimiser does
+        sampler.refresh()
     assert_same(found[1], generate(other, PROMPTS[:2], 1, 10))
     assert_same(generate(policy, PROMPTS[:2], 1, 10), found[1])
     assert [c.ids for c in found[0]] != [c.ids for c in found[1]]
