@@ -255,7 +255,8 @@ class Config:
     threads: int = d(0, "CPU threads a rank; 0: the cores divided by the local ranks.", lo=0)
     precision: Literal["fp32", "bf16"] = d(
         "fp32", "Compute type of the learner, SFT and RL alike; weights and optimiser stay float32.")
-    micro_batch_tokens: int = d(8192, "Padded tokens of one forward and backward pass; memory, not results.", lo=1)
+    micro_batch_tokens: int = d(
+        8192, "Tokens of one forward and backward pass, the prompt of a group counted once; memory, not results.", lo=1)
     model: PolicyConfig = d(PolicyConfig, "The policy.")
     data: DataConfig = d(DataConfig, "The tasks.")
     chat: ChatConfig = d(ChatConfig, "The dialogue form.")

@@ -1,17 +1,15 @@
-"""Proves: whatever way a row is fed through the KV cache, its hidden states are those of one plain forward pass.
-
-Prefill, ragged appends behind the cursor and decoding agree with `Policy.hidden` to 1e-5 for Qwen2, Qwen3 and Llama
-with grouped queries; leftovers past a cursor and padding on the right change no bit; a full cache is refused. Also:
-the mask of an appended block is the lower right one, a fresh policy is fixed by its seed, every bad configuration is
-named, and the bf16 attention written for CPUs stays near float32 in value and gradient. (Logits against transformers
-are in test_weights.py.)
+"""Proves: the mask of an appended block is the lower right one, padding and batch mates change no bit, a fresh policy
+is fixed by its seed, every bad configuration is named, the bf16 attention written for CPUs stays near float32 in value
+and gradient, and products by oneDNN have the values and gradients of torch's own. (The KV cache is tested in
+test_engine.py, logits against transformers in test_weights.py.)
 """
 from __future__ import annotations
 
 import pytest
 import torch
 
-from slca.model import ModelConfig, Policy, attend, new_policy
+from slca import model as model_module
+from slca.model import ModelConfig, Policy, attend, linear, new_policy
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 MODELS = {
@@ -180,3 +178,21 @@ def test_bf16_autocast_of_the_whole_model(family):
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in policy.parameters() if p.grad is not None)
     for exact, rough, bound in zip(*results, (0.03, 0.06), strict=True):
         assert 1e-4 < (rough - exact).norm() / exact.norm() < bound  # above 0: the bf16 path did run
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(600, 24), (20, 30, 24)])
+def test_products_by_onednn_are_torchs(monkeypatch, bias, shape):
+    draw = torch.Generator().manual_seed(0)
+    x, weight, b, up = (torch.randn(s, generator=draw) for s in (shape, (40, 24), (40,), (*shape[:-1], 40)))
+    results, used, plain = [], [], model_module.onednn
+    monkeypatch.setattr(model_module, "onednn", lambda *a: used.append(1) or plain(*a))
+    for rows in (512, 10**9):  # the second is more than there are: torch's own
+        monkeypatch.setattr(model_module, "MANY_ROWS", rows)
+        leaves = [t.clone().requires_grad_() for t in ((x, weight, b) if bias else (x, weight))]
+        out = linear(*leaves)
+        (out * up).sum().backward()
+        results.append([out.detach(), *(t.grad for t in leaves)])
+    assert len(used) == (3 if torch.backends.mkldnn.is_available() else 0)
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)

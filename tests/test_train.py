@@ -190,6 +190,20 @@ def test_dry_run_writes_no_checkpoint(tmp_path, capsys):
     assert not folder.exists()
 
 
+def test_profile_says_where_a_step_goes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train.phases, "on", False)  # put back afterwards
+    run(tmp_path / "run", "sft.enabled=false", "rl.steps=2", flags=["--profile"])
+    shown = capsys.readouterr().out
+    tables = shown.split("RL step ")[1:]
+    rows = [{line.split("  ")[0]: line.split()[-5:] for line in table.splitlines() if "%" in line} for table in tables]
+    assert len(rows) == 2
+    for found in rows:
+        assert {"prefill", "decode", "judge", "log-probabilities", "backward", "optimiser", "other"} <= set(found)
+        assert int(found["prefill"][2]) > 0 and int(found["decode"][2]) > 0
+        assert float(found["other"][0]) >= 0  # no phase is counted twice
+        assert abs(sum(float(row[1].rstrip("%")) for row in found.values()) - 100) < 1
+
+
 def test_folder_that_is_not_empty_is_refused(base):
     before = {p: p.stat().st_mtime_ns for p in base.rglob("*") if p.is_file()}
     with pytest.raises(SystemExit, match="is not empty: give another --out, or --resume"):

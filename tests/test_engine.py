@@ -1,0 +1,184 @@
+"""Proves: the decoding engine computes what `Policy.hidden` does, whatever way the tokens come.
+
+Prefill, ragged appends behind the cursor, steps, shared and unshared prompts side by side agree to 1e-5 for Qwen2,
+Qwen3 and Llama with grouped queries; columns past a row's length change no bit; the cache grows without losing any; a
+bf16 engine stays near the float32 one; and the host looking at the tokens only every few steps, with the batch rounded
+up (the way of a GPU), gives the same rows, token for token. (CUDA graphs themselves need a GPU and are not run here.)
+"""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_model import EVERY_MODEL, make, tokens
+from test_sampler import PROMPTS, assert_same
+from test_sampler import make as small
+
+from slca import sampler as sampler_module
+from slca.engine import HIDDEN, Engine, merged, partial
+from slca.sampler import Sampler, generate, row_stream
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.inference_mode():
+        yield
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def scripted(sampler: Sampler, rows: list, script: torch.Tensor) -> None:
+    """Make the rows' next step run these tokens, int64 [rows]."""
+    for row, token in zip(rows, script, strict=True):
+        sampler.token[row.slot] = token
+    sampler._run(*sampler._sizes(rows, 1))
+    for row in rows:
+        row.length += 1
+
+
+GROUPINGS = {"alone": [1, 1, 1], "groups": [2, 3], "mixed": [2, 1, 3], "one group": [4]}
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_prefill_steps_and_tool_turns_are_the_plain_forward_pass(family, grouping):
+    """Ragged prompts, two steps, an append of ragged lengths, three steps; rows leave and prompts move in between."""
+    policy, sizes = make(family), GROUPINGS[grouping]
+    sampler, draw = Sampler(policy, 6, 300), torch.Generator().manual_seed(5)
+    for cache in (sampler.cache, sampler.prompts):
+        cache.reserve(7, 300)
+        cache.kv.copy_(torch.randn(cache.kv.shape, generator=draw))  # leftovers of rows that were there before
+    prompts = [tokens(n, seed=n).tolist() for n in (40, 3, 270)[:len(sizes)]]
+    groups = sampler.admit(prompts, [[np.zeros(9, np.float32)] * n for n in sizes])
+    rows = [row for group in groups for row in group]
+    ids = {row: list(p) for p, group in zip(prompts, groups, strict=True) for row in group}
+
+    def check() -> None:
+        for row in rows:
+            close(sampler.state[row.slot], policy.hidden(torch.tensor([ids[row]]))[0, -1])
+    check()
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            live = sampler._to_front(rows)
+            new = torch.randint(0, 61, (len(live),), generator=draw)
+            scripted(sampler, live, new)
+            for row, i in zip(live, new.tolist(), strict=True):
+                ids[row].append(i)
+            check()
+    steps(2)
+    new = [tokens(n + 1, seed=90 + n).tolist() for n in range(len(rows))]
+    sampler.feed(rows, new)
+    for row, more in zip(rows, new, strict=True):
+        ids[row] += more
+    check()
+    if len(rows) > 3:  # the first leaves, and perhaps its prompt with it
+        sampler.release(rows[:2])
+        rows = rows[2:]
+    steps(3)
+
+
+@EVERY_MODEL
+def test_columns_past_the_length_change_no_bit(family):
+    policy, results = make(family), []
+    for value in (0.0, 1e4):
+        sampler = Sampler(policy, 4, 40)
+        for cache in (sampler.cache, sampler.prompts):
+            cache.reserve(5, 64)
+            cache.kv.fill_(value)
+        groups = sampler.admit([[5, 6, 7], [9] * 11], [[np.zeros(9, np.float32)] * n for n in (1, 3)])
+        rows = sampler._to_front([row for group in groups for row in group])
+        scripted(sampler, rows, torch.tensor([1, 2, 3, 4]))
+        results.append(sampler.state.clone())
+    assert torch.equal(*results)
+
+
+def test_the_cache_grows_and_keeps_what_it_holds():
+    policy = small()
+    want = generate(policy, PROMPTS, 2, 70, seed=1)
+    sampler = Sampler(policy, 10, 120)
+    groups = sampler.admit(PROMPTS, [[row_stream(1, p, m).random(70, np.float32) for m in range(2)] for p in range(5)])
+    rows, columns = [row for group in groups for row in group], []
+    for _ in range(7):
+        sampler.decode(rows, [10] * 10)
+        columns.append(sampler.cache.kv.shape[4])
+        if len(columns) < 7:
+            for row in rows:  # the turn goes on where it was
+                row.fresh, kept = sampler_module.Completion([], [], False), row.fresh
+                row.turns = [*getattr(row, "turns", []), kept]
+                row.fresh.ids = kept.ids[-1:]
+            sampler.feed(rows, [[]] * 10)
+    assert columns[-1] > columns[0]
+    ids = [[i for turn in [*row.turns, row.fresh] for i in turn.ids] for row in rows]
+    assert ids == [c.ids for c in want]
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_full_cache_is_refused(members):
+    sampler = Sampler(small(), 2, 10)
+    with pytest.raises(ValueError, match="holds 10 tokens a row, 11 are needed"):
+        sampler.admit([[1] * 11], [[np.zeros(4, np.float32)] * members])
+    rows = sampler.admit([[1] * 8], [[np.zeros(4, np.float32)] * members])[0]
+    with pytest.raises(ValueError, match="holds 10 tokens a row, 11 are needed"):
+        sampler.decode(rows, [4] * members)
+    with pytest.raises(ValueError, match="holds 10 tokens a row, 11 are needed"):
+        sampler.feed(rows, [[5, 6, 7]] * members)
+    assert [row.length + row.drawn for row in rows] == [8 if members == 1 else 0] * members
+    sampler.decode(rows, [3] * members)  # full to the brim is fine: the last token is not run
+    assert [len(row.fresh.ids) for row in rows] == [3] * members
+
+
+def test_partial_attention_merges_to_the_whole():
+    draw = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 3, n, 8, generator=draw) for n in (4, 9, 9))
+    bias = torch.zeros(2, 1, 1, 9)
+    bias[0, ..., 5:] = HIDDEN
+    want = torch.softmax(q @ k.transpose(-1, -2) + bias, -1) @ v
+    for cut in (1, 5, 8):  # with 5, the second part of row 0 has nothing to see
+        parts = [partial(q, k[:, :, s].transpose(-1, -2), v[:, :, s], bias[..., s])
+                 for s in (slice(0, cut), slice(cut, 9))]
+        close(merged(*parts), want)
+        close(merged(*parts[::-1]), want)
+
+
+@EVERY_MODEL
+def test_a_bf16_engine_stays_near_the_policy(family):
+    policy = make(family)
+    prompts = [tokens(20, seed=3).tolist(), tokens(7, seed=4).tolist()]
+    sampler = Sampler(policy, 4, 60, dtype=torch.bfloat16)
+    groups = sampler.admit(prompts, [[row_stream(0, p, m).random(20, np.float32) for m in range(2)] for p in range(2)])
+    rows = [row for group in groups for row in group]
+    sampler.decode(rows, [20] * 4)
+    assert sampler.cache.kv.dtype == sampler.prompts.kv.dtype == sampler.state.dtype == torch.bfloat16
+    for row, prompt in zip(rows, [p for p in prompts for _ in range(2)], strict=True):
+        ids = torch.tensor([prompt + row.fresh.ids])
+        logp = torch.log_softmax(policy(ids)[0, len(prompt) - 1:-1], -1).gather(1, ids[0, len(prompt):, None])[:, 0]
+        assert 1e-6 < (torch.tensor(row.fresh.logprobs) - logp).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("group_size, max_rows", [(1, 128), (3, 128), (3, 6), (2, 5)])
+@pytest.mark.parametrize("look_every, row_step", [(5, 1), (1, 4), (16, 8)])
+def test_looking_seldom_gives_the_same_rows(monkeypatch, look_every, row_step, group_size, max_rows):
+    """Rows that ran on behind their stop are cut back, rows that only fill the batch up come out unharmed."""
+    policy, prompts, plain = small(), [*PROMPTS, [2, 4], [50] * 7], Sampler.__init__
+    how = dict(temperature=1.0, stop_ids=(3, 7, 12, 20, 30, 41), seed=2, max_rows=max_rows)
+    want = generate(policy, prompts, group_size, 24, **how)
+    assert len({len(c.ids) for c in want}) > 3
+
+    def init(self, *a, **k):
+        plain(self, *a, **k)
+        self.look_every, self.row_step = look_every, row_step
+    monkeypatch.setattr(Sampler, "__init__", init)
+    assert_same(generate(policy, prompts, group_size, 24, **how), want)
+
+
+def test_few_rows_and_many_rows_go_through_equal_products():
+    policy = small()
+    engine = Engine(policy, 20)
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
+    for matrix, want in ((engine.head, x @ policy.head.T), (engine.layers[0].out,
+                                                           policy.model.layers[0].self_attn.o_proj(x))):
+        for n in (1, 3, 4, 9):
+            close(matrix(x[:n]), want[:n])
