@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from slca.config import Config
 from slca.loss import kl_loss, policy_loss
-from slca.model import Packed, Policy, linear
+from slca.model import Packed, Policy, RowBlock, linear
 from slca.phases import phases
 from slca.sampler import rounded
 from slca.segments import SUMMARY, TOOL
@@ -150,32 +150,45 @@ def _gathered(hidden: Tensor, head: Tensor, target: Tensor, vocabulary: int, tem
         return _TokenLogprob.apply(hidden, head, target, temperature)[:count]
 
 
-def pack(ids: Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int], groups: Sequence[int]) -> Packed:
+def pack(ids: Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int],
+         groups: Sequence[int]) -> tuple[Packed, list[int]]:
     """Rows int64 [B,T] of some groups, prompt included, as one line in which each group's prompt stands once.
 
-    A row's last token is left out: nothing is predicted from it. Rows of a group share their first prompt tokens.
+    -> the line, and where on it the tokens behind the prompt begin in each row. A row's last token is left out: nothing
+    is predicted from it. Rows of a group share their first prompt tokens.
     """
     device, lines = ids.device, ids.cpu()
     first = {g: groups.index(g) for g in dict.fromkeys(groups)}  # a row of each group
     number = {g: n for n, g in enumerate(first)}
     heads = [prompt_lengths[i] for i in first.values()]
-    tails = [max(0, n - 1 - p) for n, p in zip(lengths, prompt_lengths, strict=True)]
-    shape = (len(heads), rounded(max(heads), WIDTH_STEP)), (len(tails), rounded(max(1, *tails), WIDTH_STEP))
+    tails = [n - 1 - p for n, p in zip(lengths, prompt_lengths, strict=True)]
+    wide = rounded(max(heads), WIDTH_STEP)
+
+    def places(sizes: Sequence[int], width: int) -> Tensor:
+        return torch.cat([torch.arange(n) + i * width for i, n in enumerate(sizes)]).to(device)
+
     line = [lines[i, :p] for i, p in zip(first.values(), heads, strict=True)]
-    line += [lines[i, p:p + n] for i, (p, n) in enumerate(zip(prompt_lengths, tails, strict=True))]
-    position = [torch.arange(p) for p in heads] + [torch.arange(p, p + n)
-                                                   for p, n in zip(prompt_lengths, tails, strict=True)]
-    count = sum(heads) + sum(tails)
-    spare = rounded(count, POSITION_STEP) - count
+    position = [torch.arange(p) for p in heads]
+    at, starts, blocks = sum(heads), [0] * len(tails), []
+    classes: dict[int, list[int]] = {}  # rows by width, which doubles, so that less than half of a block is padding
+    for i in sorted(range(len(tails)), key=lambda i: tails[i]):
+        if tails[i] > 0:
+            classes.setdefault(WIDTH_STEP << max(0, (tails[i] - 1) // WIDTH_STEP).bit_length(), []).append(i)
+    for width, rows in classes.items():
+        begin = at
+        for i in rows:
+            starts[i], at = at, at + tails[i]
+            line.append(lines[i, prompt_lengths[i]:lengths[i] - 1])
+            position.append(torch.arange(prompt_lengths[i], lengths[i] - 1))
+        owner = torch.tensor([number[groups[i]] for i in rows], device=device)
+        of_prompt = torch.arange(wide, device=device) < torch.tensor(heads, device=device)[owner, None]  # [R,P]
+        of_row = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+        mask = torch.cat([of_prompt[:, None].expand(-1, width, -1), of_row.expand(len(rows), -1, -1)], 2)
+        blocks.append(RowBlock(slice(begin, at), (len(rows), width), places([tails[i] for i in rows], width), owner,
+                               mask))
+    spare = rounded(at, POSITION_STEP) - at
     line, position = (F.pad(torch.cat(x), (0, spare)).to(device) for x in (line, position))
-    places = [torch.cat([torch.arange(n) + i * width for i, n in enumerate(sizes)]).to(device)
-              for sizes, (_, width) in zip((heads, tails), shape, strict=True)]
-    owner = torch.tensor([number[g] for g in groups], device=device)
-    (_, p), (_, n) = shape
-    of_prompt = torch.arange(p, device=device) < torch.tensor(heads, device=device)[owner, None]  # [R,P]
-    of_row = torch.ones(n, n, dtype=torch.bool, device=device).tril()
-    mask = torch.cat([of_prompt[:, None].expand(-1, n, -1), of_row.expand(len(tails), -1, -1)], 2)
-    return Packed(line, position, shape[0], places[0], shape[1], places[1], owner, mask, max(lengths))
+    return Packed(line, position, (len(heads), wide), places(heads, wide), blocks, max(lengths)), starts
 
 
 def group_logprobs(policy: Policy, ids: Tensor, mask: Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int],
@@ -185,17 +198,18 @@ def group_logprobs(policy: Policy, ids: Tensor, mask: Tensor, lengths: Sequence[
 
     lengths, prompt_lengths, groups: of each row; mask must be False on all prompts.
     """
-    packed = pack(ids, lengths, prompt_lengths, groups)
-    prompts = torch.tensor(prompt_lengths, device=ids.device)
+    packed, starts = pack(ids, lengths, prompt_lengths, groups)
     row, column = mask.nonzero(as_tuple=True)
-    if bool((column < prompts[row]).any()):
+    inside = column - torch.tensor(prompt_lengths, device=ids.device)[row]
+    if bool((inside < 0).any()):
         raise ValueError("a prompt token is masked as sampled")
     # a token is predicted from the one before it: in its row, or the last of its prompt
-    heads = torch.zeros(packed.prompts[0], dtype=torch.long, device=ids.device).index_copy(0, packed.owner, prompts)
-    tails = (torch.tensor(lengths, device=ids.device) - 1 - prompts).clamp(min=0)
-    prompt_end, row_start = heads.cumsum(0) - 1, heads.sum() + tails.cumsum(0) - tails
-    inside = column - prompts[row]
-    before = torch.where(inside == 0, prompt_end[packed.owner[row]], row_start[row] + inside - 1)
+    ends, total = {}, 0
+    for group, i in {g: groups.index(g) for g in dict.fromkeys(groups)}.items():
+        total += prompt_lengths[i]
+        ends[group] = total - 1
+    prompt_end = torch.tensor([ends[g] for g in groups], device=ids.device)
+    before = torch.where(inside == 0, prompt_end[row], torch.tensor(starts, device=ids.device)[row] + inside - 1)
     with precision_context(precision, ids.device):
         hidden = policy.hidden_packed(packed)
         logp = _gathered(hidden.index_select(0, before), policy.head, ids[mask], vocabulary, temperature)

@@ -261,22 +261,33 @@ class Decoder(nn.Module):
 
 
 @dataclass
-class Packed:
-    """Tokens of groups in one line: all prompts, then all rows behind them, then filling (id 0).
+class RowBlock:
+    """Rows of like length as attention takes them, padded to shape (R, N); their tokens are `tokens` of the line.
 
-    ids, position int64 [tokens]. prompts (n, P) and rows (R, N): shapes of the padded blocks that attention works on;
-    prompt_place, row_place int64: where each prompt or row token stands in its block, flattened. owner int64 [R]: the
-    prompt of each row. mask bool [R, N, P + N]: what a row's token sees of its prompt and of its row.
+    place int64: where each of them stands in the block, flattened. owner int64 [R]: the prompt of each row. mask bool
+    [R, N, P + N]: what a row's token sees of its prompt and of its row.
+    """
+
+    tokens: slice
+    shape: tuple[int, int]
+    place: Tensor
+    owner: Tensor
+    mask: Tensor
+
+
+@dataclass
+class Packed:
+    """Tokens of groups in one line: all prompts, then all rows behind them, shortest first, then filling (id 0).
+
+    ids, position int64 [tokens]. prompts (n, P): shape of the padded prompts; prompt_place int64: where each prompt
+    token stands there, flattened.
     """
 
     ids: Tensor
     position: Tensor
     prompts: tuple[int, int]
     prompt_place: Tensor
-    rows: tuple[int, int]
-    row_place: Tensor
-    owner: Tensor
-    mask: Tensor
+    rows: list[RowBlock]
     reach: int  # positions in use
 
 
@@ -340,17 +351,18 @@ class Policy(nn.Module):
 
         A prompt's tokens run once for all its rows, forwards and backwards.
         """
-        a, b = len(p.prompt_place), len(p.prompt_place) + len(p.row_place)
+        a = len(p.prompt_place)
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             prompts = [place(x[:a], p.prompt_place, p.prompts).transpose(1, 2) for x in (q, k, v)]
-            rows = [place(x[a:b], p.row_place, p.rows).transpose(1, 2) for x in (q, k, v)]
-            of_prompts = attend(*prompts, None).transpose(1, 2).flatten(0, 1)
-            keys, values = (torch.cat([shared.index_select(0, p.owner), own], 2)
-                            for shared, own in zip(prompts[1:], rows[1:], strict=True))
-            of_rows = attend(rows[0], keys, values, p.mask).transpose(1, 2).flatten(0, 1)
-            out = [_Take.apply(of_prompts, p.prompt_place), _Take.apply(of_rows, p.row_place)]
-            return F.pad(torch.cat(out).flatten(1), (0, 0, 0, len(p.ids) - b))
+            out = [_Take.apply(attend(*prompts, None).transpose(1, 2).flatten(0, 1), p.prompt_place)]
+            for block in p.rows:
+                q_own, *own = (place(x[block.tokens], block.place, block.shape).transpose(1, 2) for x in (q, k, v))
+                keys, values = (torch.cat([shared.index_select(0, block.owner), x], 2)
+                                for shared, x in zip(prompts[1:], own, strict=True))
+                of_rows = attend(q_own, keys, values, block.mask).transpose(1, 2).flatten(0, 1)
+                out.append(_Take.apply(of_rows, block.place))
+            return F.pad(torch.cat(out).flatten(1), (0, 0, 0, len(p.ids) - sum(map(len, out))))
 
         cos, sin = self.rope_table(p.reach)
         return self._run(p.ids, (cos[p.position][:, None], sin[p.position][:, None]), attention)

@@ -286,9 +286,10 @@ def test_shared_prompts_give_the_plain_scores_and_gradients(family, precision):
 
 def test_a_shared_prompt_runs_once():
     batch = shared_batch()
-    packed = learner.pack(batch.ids, batch.lengths, batch.prompt_lengths, batch.groups)
+    packed, starts = learner.pack(batch.ids, batch.lengths, batch.prompt_lengths, batch.groups)
     rows = sum(n - 1 - p for n, p in zip(batch.lengths, batch.prompt_lengths, strict=True))
-    assert len(packed.prompt_place) == sum(PROMPTS.values()) and len(packed.row_place) == rows
+    assert len(packed.prompt_place) == sum(PROMPTS.values()) and sum(len(b.place) for b in packed.rows) == rows
+    assert all(packed.ids[s] == batch.ids[i, batch.prompt_lengths[i]] for i, s in enumerate(starts) if s)
     assert len(packed.ids) == 256 and packed.ids[:3].tolist() == batch.ids[0, :3].tolist()
 
 
