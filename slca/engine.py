@@ -104,7 +104,7 @@ class Engine:
         self.policy, self.config = policy, policy.config
         self.dtype, self.device = dtype or policy.head.dtype, policy.device
         self.vocabulary = vocabulary or policy.config.vocab_size
-        self._numbers = torch.arange(0, device=self.device)
+        self._numbers = torch.arange(2 * max(reach, 1024), device=self.device)
         self.cos, self.sin = policy.rope_table(reach)
         c = self.config
         scale = [c.head_dim ** -0.5] * c.num_attention_heads + [1.0] * c.num_key_value_heads
@@ -254,7 +254,7 @@ class Engine:
 
     def _normal(self, x: Tensor) -> Tensor:
         """x over the root of its mean square; what the norm's weight does stands in the next matrix."""
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         return x * norm.square_().mul_(1 / x.shape[-1]).add_(self.config.rms_norm_eps).rsqrt_().to(self.dtype)
 
     def _bias(self, length: Tensor, span: int) -> Tensor:

@@ -142,11 +142,14 @@ class _TokenLogprob(torch.autograd.Function):
 
 def _gathered(hidden: Tensor, head: Tensor, target: Tensor, vocabulary: int, temperature: float) -> Tensor:
     """hidden [N,E], target int64 [N] -> log-probability float32 [N]."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # the last norm is float32 under autocast; the head's products are not
+        hidden = hidden.to(torch.get_autocast_dtype(device))
     count = len(target)
     spare = rounded(max(count, 1), POSITION_STEP) - count
     hidden, target = F.pad(hidden, (0, 0, 0, spare)), F.pad(target, (0, spare))
     head = head[:vocabulary].to(hidden.dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(device, enabled=False):
         return _TokenLogprob.apply(hidden, head, target, temperature)[:count]
 
 
@@ -201,8 +204,8 @@ def group_logprobs(policy: Policy, ids: Tensor, mask: Tensor, lengths: Sequence[
     packed, starts = pack(ids, lengths, prompt_lengths, groups)
     row, column = mask.nonzero(as_tuple=True)
     inside = column - torch.tensor(prompt_lengths, device=ids.device)[row]
-    if bool((inside < 0).any()):
-        raise ValueError("a prompt token is masked as sampled")
+    if bool((inside < 0).any()) or min(prompt_lengths) < 1:
+        raise ValueError("a prompt token is masked as sampled, or a prompt is empty")
     # a token is predicted from the one before it: in its row, or the last of its prompt
     ends, total = {}, 0
     for group, i in {g: groups.index(g) for g in dict.fromkeys(groups)}.items():

@@ -232,7 +232,10 @@ class Sampler:
                     done += stopped
                 if live:
                     b, span = self._sizes(live, 1)
+                    idle = slice(len(live), b)  # rows that only fill the batch up stay as they are
+                    kept = self.state[idle].clone(), self.length[idle].clone()
                     self._run(b, span)
+                    self.state[idle], self.length[idle] = kept
                     for row in live:
                         row.length += 1
                     self.tokens_run += len(live)

@@ -174,6 +174,24 @@ def test_looking_seldom_gives_the_same_rows(monkeypatch, look_every, row_step, g
     assert_same(generate(policy, prompts, group_size, 24, **how), want)
 
 
+def test_a_row_left_out_of_a_call_is_not_touched():
+    """With the batch rounded up, a row that waits fills it up for a while and then goes on as if nothing had been."""
+    found = []
+    for how in ((1, 1), (16, 8)):
+        sampler = Sampler(small(), 8, 60)
+        sampler.look_every, sampler.row_step = how
+        a, b = sampler.admit([[5, 6, 7]], [[row_stream(0, 0, m).random(40, np.float32) for m in range(2)]])[0]
+        sampler.decode([a], [40])
+        sampler.decode([b], [40])
+        found.append([a.fresh, b.fresh])
+    assert_same(found[1], found[0])
+
+
+def test_a_float64_policy_can_be_sampled():
+    policy = small().double()
+    assert [len(c.ids) for c in generate(policy, PROMPTS, 2, 5)] == [5] * 10
+
+
 def test_few_rows_and_many_rows_go_through_equal_products():
     policy = small()
     engine = Engine(policy, 20)
