@@ -8,7 +8,8 @@ purpose: top-k, top-p and penalties, under which the stored log-probability woul
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -178,7 +179,7 @@ class Sampler:
         for chunk in _chunks(prompts):
             some = [leaders[i] for i in chunk]
             ids, count = self._batch([prompts[i] for i in chunk])
-            with phases("prefill", int(sum(len(prompts[i]) for i in chunk))):
+            with phases("prefill", sum(len(prompts[i]) for i in chunk)):
                 self._reserve(cache, ids.shape[1])
                 slots = self._ints(r.slot if cache is self.cache else r.prompt.slot for r in some)
                 hidden = self.engine.prefill(ids, cache, slots)
@@ -232,10 +233,8 @@ class Sampler:
                     done += stopped
                 if live:
                     b, span = self._sizes(live, 1)
-                    idle = slice(len(live), b)  # rows that only fill the batch up stay as they are
-                    kept = self.state[idle].clone(), self.length[idle].clone()
-                    self._run(b, span)
-                    self.state[idle], self.length[idle] = kept
+                    with self._untouched(len(live), b):
+                        self._run(b, span)
                     for row in live:
                         row.length += 1
                     self.tokens_run += len(live)
@@ -259,16 +258,22 @@ class Sampler:
         if steps == 1 and b == len(live):
             self._draw(b)
             return self.token[:b, None].cpu().numpy(), self.logprob[:b].cpu().numpy()
-        idle = slice(len(live), b)  # rows that only fill the batch up come out as they went in
-        kept = [t[idle].clone() for t in (self.state, self.length, self.drawn, self.token)]
         tokens, logprobs = [], []
-        for step in range(steps):
-            self._advance(b, span) if step else self._draw(b)
-            tokens.append(self.token[:b].clone())
-            logprobs.append(self.logprob[:b, 0].clone())
-        for t, old in zip((self.state, self.length, self.drawn, self.token), kept, strict=True):
-            t[idle] = old
+        with self._untouched(len(live), b):
+            for step in range(steps):
+                self._advance(b, span) if step else self._draw(b)
+                tokens.append(self.token[:b].clone())
+                logprobs.append(self.logprob[:b, 0].clone())
         return (torch.stack(x, 1)[:len(live)].cpu().numpy() for x in (tokens, logprobs))
+
+    @contextmanager
+    def _untouched(self, live: int, b: int) -> Iterator[None]:
+        """Slots `live` to `b` only fill the batch up: they come out as they went in."""
+        held = (self.state, self.length, self.drawn, self.token) if live < b else ()
+        kept = [t[live:b].clone() for t in held]
+        yield
+        for t, old in zip(held, kept, strict=True):
+            t[live:b] = old
 
     def _sizes(self, live: list[Row], steps: int) -> tuple[int, int]:
         """(rows, columns) of the next steps, both rounded up."""

@@ -263,9 +263,9 @@ def test_stop_string_of_the_last_turn_does_not_end_the_next(scripted, tokenizer)
 # ---- ids the tokenizer does not know
 
 def test_ids_beyond_the_tokenizer_are_never_drawn(tokenizer):
-    policy = make(tokenizer.size + 11, tie_word_embeddings=False)
+    policy, draw = make(tokenizer.size + 11, tie_word_embeddings=False), torch.Generator().manual_seed(0)
     with torch.no_grad():  # one of the two is the likeliest token everywhere
-        policy.lm_head.weight[-2:] = 100 * torch.tensor([[1.0], [-1.0]]) * torch.randn(32)
+        policy.lm_head.weight[-2:] = 100 * torch.tensor([[1.0], [-1.0]]) * torch.randn(32, generator=draw)
     size, prompts = tokenizer.size, [[5, 6], [7], [8, 9, 10]]
     free = generate(policy, prompts, 2, 12, temperature=0)
     assert min(i for c in free for i in c.ids) >= size  # without a tokenizer nothing else comes
