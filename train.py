@@ -28,8 +28,9 @@ from slca.data.vocabulary import world_tokenizer
 from slca.evaluation.metrics import step_metrics, values_right
 from slca.evaluation.toucan import evaluate
 from slca.judge import RulesJudge, score_episodes
-from slca.learner import Batch, all_logprobs, optimizers, policy_update, set_rate, use_threads
-from slca.model import ModelConfig, Policy, new_policy
+from slca.learner import Batch, all_logprobs, policy_update, use_threads
+from slca.model import ModelConfig, Policy, bf16_runs, new_policy
+from slca.optim import optimizers, set_rate
 from slca.page import write_report
 from slca.phases import phases
 from slca.report import RunLog, best_and_worst, console_line, final_table, record, stretches
@@ -78,6 +79,8 @@ class Run:
         self.summary = {"seed": cfg.seed, "wall_s": 0.0}
         print(f"{sum(p.numel() for p in self.policy.parameters()) / 1e6:.2f} M parameters, {self.tokenizer.size} "
               f"tokens, {torch.get_num_threads()} threads, {len(self.tasks.heldout)} held-out tasks -> {folder}")
+        if "bf16" in (cfg.precision, cfg.rollout.precision) and not bf16_runs(self.policy.device):
+            print("this CPU has no bfloat16 units: precision bf16 computes in float32 here")
 
     # ------------------------------------------------------------------------------------------------- the stages
     def supervise(self) -> None:

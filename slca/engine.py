@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slca.model import ModelConfig, Policy, attend, onednn, onednn_runs
+from slca.model import ModelConfig, Policy, attend, onednn, onednn_runs, score_bias
 
 HIDDEN = -1e30  # added to the score of a column that is not to be seen; finite, so a row that sees none has no NaN
 FEW_ROWS = 4  # below this, MKL's float32 products beat oneDNN's
@@ -55,14 +55,14 @@ class Cache:
                               dtype=dtype, device=device)
         self._views: tuple[tuple, list] = ((), [])
 
-    def reserve(self, slots: int, columns: int) -> bool:
-        """Room for so many; -> whether the memory moved."""
+    def reserve(self, slots: int, columns: int, limit: int) -> bool:
+        """Room for so many; columns grow by half at a time, to `limit` at most. -> whether the memory moved."""
         _, _, s, _, c, _ = self.kv.shape
         if slots <= s and columns <= c:
             return False
         old, shape = self.kv, list(self.kv.shape)
         shape[2] = max(slots, s)
-        shape[4] = c if columns <= c else max(-(-columns // 32) * 32, c * 3 // 2)
+        shape[4] = c if columns <= c else max(columns, min(c * 3 // 2, limit))
         self.kv = torch.zeros(shape, dtype=old.dtype, device=old.device)
         self.kv[:, :, :s, :, :c] = old
         self._views = ((), [])
@@ -179,6 +179,7 @@ class Engine:
         if prompt_columns:
             shared = self.numbers(prompt_columns) < start[:, None, None]
             seen = torch.cat([shared.expand(b, n, -1), seen], -1)
+        bias = score_bias(seen, self.config.num_attention_heads // self.config.num_key_value_heads, self.dtype)
 
         heads = torch.arange(self.config.num_key_value_heads, device=ids.device)
         at = slots[:, None, None], heads[:, None], column[:, None]  # [B,1,1], [K,1], [B,1,N]
@@ -190,7 +191,7 @@ class Engine:
             seen_kv = cached[:, slots, :, :span]
             if prompt_columns:
                 seen_kv = torch.cat([prompts.kv[layer][:, prompt_slots, :, :prompt_columns], seen_kv], 3)
-            return attend(q, *seen_kv, seen).transpose(1, 2).reshape(b * n, -1)
+            return attend(q, *seen_kv, bias).transpose(1, 2).reshape(b * n, -1)
 
         position = (start[:, None] + column).flatten()
         return self._run(ids.flatten(), position, False, attention).view(b, n, -1)

@@ -1,4 +1,4 @@
-"""Tensors of the update: log-probabilities at policy positions only, micro-batches by token budget, optimisers.
+"""Tensors of the update: log-probabilities at policy positions only, micro-batches by token budget, the update itself.
 
 The rollouts of a prompt stand in one micro-batch, where the prompt runs once for all of them. The head runs in chunks
 that are computed again in the backward pass: no tensor of (tokens x vocabulary) is kept. Log-softmax is float32
@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from slca.config import Config
 from slca.loss import kl_loss, policy_loss
-from slca.model import Packed, Policy, RowBlock, linear
+from slca.model import Packed, Policy, RowBlock, bf16_runs, linear
+from slca.optim import optimizer_step
 from slca.phases import phases
 from slca.sampler import rounded
 from slca.segments import SUMMARY, TOOL
@@ -84,8 +85,8 @@ def group_batches(lengths: Sequence[int], prompt_lengths: Sequence[int], groups:
 
 
 def precision_context(precision: str, device: torch.device):
-    """Autocast to bfloat16 for "bf16"; weights, optimiser state and the loss stay float32."""
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+    """Autocast to bfloat16 for "bf16" (where the machine has it); weights, optimiser state and loss stay float32."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" and bf16_runs(device) else nullcontext()
 
 
 def token_logprobs(policy: Policy, ids: Tensor, mask: Tensor, vocabulary: int, temperature: float = 1.0,
@@ -154,11 +155,11 @@ def _gathered(hidden: Tensor, head: Tensor, target: Tensor, vocabulary: int, tem
 
 
 def pack(ids: Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int],
-         groups: Sequence[int]) -> tuple[Packed, list[int]]:
+         groups: Sequence[int]) -> tuple[Packed, list[int], list[int]]:
     """Rows int64 [B,T] of some groups, prompt included, as one line in which each group's prompt stands once.
 
-    -> the line, and where on it the tokens behind the prompt begin in each row. A row's last token is left out: nothing
-    is predicted from it. Rows of a group share their first prompt tokens.
+    -> the line, and where on it each row's prompt ends and the tokens behind it begin. A row's last token is left
+    out: nothing is predicted from it. Rows of a group share their first prompt tokens.
     """
     device, lines = ids.device, ids.cpu()
     first = {g: groups.index(g) for g in dict.fromkeys(groups)}  # a row of each group
@@ -191,7 +192,8 @@ def pack(ids: Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int],
                                mask))
     spare = rounded(at, POSITION_STEP) - at
     line, position = (F.pad(torch.cat(x), (0, spare)).to(device) for x in (line, position))
-    return Packed(line, position, (len(heads), wide), places(heads, wide), blocks, max(lengths)), starts
+    ends = torch.tensor(heads).cumsum(0).sub(1)[[number[g] for g in groups]].tolist()
+    return Packed(line, position, (len(heads), wide), places(heads, wide), blocks, max(lengths)), ends, starts
 
 
 def group_logprobs(policy: Policy, ids: Tensor, mask: Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int],
@@ -201,61 +203,18 @@ def group_logprobs(policy: Policy, ids: Tensor, mask: Tensor, lengths: Sequence[
 
     lengths, prompt_lengths, groups: of each row; mask must be False on all prompts.
     """
-    packed, starts = pack(ids, lengths, prompt_lengths, groups)
+    packed, *at = pack(ids, lengths, prompt_lengths, groups)
+    ends, starts = torch.tensor(at, device=ids.device)
     row, column = mask.nonzero(as_tuple=True)
     inside = column - torch.tensor(prompt_lengths, device=ids.device)[row]
     if bool((inside < 0).any()) or min(prompt_lengths) < 1:
         raise ValueError("a prompt token is masked as sampled, or a prompt is empty")
     # a token is predicted from the one before it: in its row, or the last of its prompt
-    ends, total = {}, 0
-    for group, i in {g: groups.index(g) for g in dict.fromkeys(groups)}.items():
-        total += prompt_lengths[i]
-        ends[group] = total - 1
-    prompt_end = torch.tensor([ends[g] for g in groups], device=ids.device)
-    before = torch.where(inside == 0, prompt_end[row], torch.tensor(starts, device=ids.device)[row] + inside - 1)
+    before = torch.where(inside == 0, ends[row], starts[row] + inside - 1)
     with precision_context(precision, ids.device):
         hidden = policy.hidden_packed(packed)
         logp = _gathered(hidden.index_select(0, before), policy.head, ids[mask], vocabulary, temperature)
     return torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, logp)
-
-
-def optimizers(policy: Policy, kind: str, lr: float, weight_decay: float, betas: tuple[float, float],
-               adam_lr: float | None = None) -> list[torch.optim.Optimizer]:
-    """kind "adamw": one AdamW. "muon": Muon for the matrices inside the blocks, AdamW (adam_lr) for all else.
-
-    Each parameter group remembers its peak rate as `peak`; `set_rate` scales it. Norms and biases do not decay.
-    """
-    matrices = [p for n, p in policy.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
-    tables = [p for n, p in policy.named_parameters() if p.ndim == 2 and ("embed" in n or "lm_head" in n)]
-    vectors = [p for p in policy.parameters() if p.ndim < 2]
-    decayed, found = tables, []
-    if kind == "muon":
-        found.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay))
-        lr = lr if adam_lr is None else adam_lr
-    else:
-        decayed = matrices + tables
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    found.append(torch.optim.AdamW(groups, lr=lr, betas=betas))
-    for group in (g for o in found for g in o.param_groups):
-        group["peak"] = group["lr"]
-    return found
-
-
-def set_rate(found: Sequence[torch.optim.Optimizer], share: float) -> None:
-    """Every learning rate becomes `share` of its peak."""
-    for group in (g for o in found for g in o.param_groups):
-        group["lr"] = group["peak"] * share
-
-
-def optimizer_step(policy: Policy, found: Sequence[torch.optim.Optimizer], grad_clip: float) -> float:
-    """Clip, step, clear -> gradient norm before clipping. Raises FloatingPointError where it is not finite."""
-    norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip))
-    if norm != norm or norm == float("inf"):
-        raise FloatingPointError(f"gradient norm {norm}")
-    for optimizer in found:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return norm
 
 
 @dataclass

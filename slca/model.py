@@ -124,12 +124,16 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return inv
 
 
+def bf16_runs(device: torch.device) -> bool:
+    """Has the machine bfloat16 units? Without, a CPU's products are a hundred times slower than in float32."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() if device.type == "cpu" else torch.cuda.is_bf16_supported()
+
+
 def onednn_runs(weight: Tensor) -> bool:
     """Do oneDNN's kernels multiply by this matrix? They use AVX-512 in float32 where MKL does not (on AMD: 2 x)."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
-    return weight.dtype == torch.float32 or weight.dtype == torch.bfloat16 and bf16()
+    return weight.dtype == torch.float32 or weight.dtype == torch.bfloat16 and bf16_runs(weight.device)
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -164,27 +168,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _Product.apply(x, weight, bias)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q [B,H,N,D], k and v [B,K,S,D] -> [B,H,N,D]. mask bool [B,N,S], True is seen; None: a causal block, N == S.
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """q [B,H,N,D], k and v [B,K,S,D] -> [B,H,N,D]. bias: of `score_bias`; None: a causal block, N == S.
 
     Plain products where they are faster than the fused kernel: short bfloat16 blocks on a CPU, most of all backwards.
     """
     b, h, n, d = q.shape
     span, groups = k.shape[2], h // k.shape[1]
     plain = q.dtype == torch.bfloat16 and q.device.type == "cpu" and n * span <= PLAIN_SCORES
-    if mask is None and not plain:
+    if bias is None and not plain:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     q = q.reshape(b, k.shape[1], groups * n, d)  # the query heads of a key head: keys are not repeated
     if not plain:
-        mask = mask[:, None].repeat(1, 1, groups, 1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(b, h, n, d)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).reshape(b, h, n, d)
     with torch.autocast("cpu", enabled=False):
-        hidden = torch.ones(n, n, dtype=torch.bool).triu(1) if mask is None else ~mask[:, None, None]
-        bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
-        scores = torch.matmul(q * d ** -0.5, k.transpose(-1, -2)).view(b, -1, groups, n, span)
-        weights = torch.softmax(scores + bias, -1).view(b, -1, groups * n, span)
-        return torch.matmul(weights, v).view(b, h, n, d)
+        if bias is None:
+            bias = score_bias(torch.ones(1, n, n, dtype=torch.bool).tril(), groups, q.dtype)
+        scores = torch.matmul(q * d ** -0.5, k.transpose(-1, -2))
+        return torch.matmul(torch.softmax(scores + bias, -1), v).view(b, h, n, d)
+
+
+def score_bias(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """mask bool [B,N,S], True is seen -> what is added to the scores of `groups` query heads a key head, 0 or -inf.
+
+    [B,1,groups*N,S]; made once for all layers, which then save one tensor.
+    """
+    hidden = ~mask[:, None].repeat(1, 1, groups, 1)
+    return torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(hidden, float("-inf"))
 
 
 class Linear(nn.Linear):
@@ -351,16 +362,18 @@ class Policy(nn.Module):
 
         A prompt's tokens run once for all its rows, forwards and backwards.
         """
-        a = len(p.prompt_place)
+        a, c = len(p.prompt_place), self.config
+        groups = c.num_attention_heads // c.num_key_value_heads
+        biases = [score_bias(block.mask, groups, self._compute_dtype()) for block in p.rows]
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             prompts = [place(x[:a], p.prompt_place, p.prompts).transpose(1, 2) for x in (q, k, v)]
             out = [_Take.apply(attend(*prompts, None).transpose(1, 2).flatten(0, 1), p.prompt_place)]
-            for block in p.rows:
+            for block, bias in zip(p.rows, biases, strict=True):
                 q_own, *own = (place(x[block.tokens], block.place, block.shape).transpose(1, 2) for x in (q, k, v))
                 keys, values = (torch.cat([shared.index_select(0, block.owner), x], 2)
                                 for shared, x in zip(prompts[1:], own, strict=True))
-                of_rows = attend(q_own, keys, values, block.mask).transpose(1, 2).flatten(0, 1)
+                of_rows = attend(q_own, keys, values, bias).transpose(1, 2).flatten(0, 1)
                 out.append(_Take.apply(of_rows, block.place))
             return F.pad(torch.cat(out).flatten(1), (0, 0, 0, len(p.ids) - sum(map(len, out))))
 
@@ -369,11 +382,14 @@ class Policy(nn.Module):
 
     def _run(self, ids: Tensor, rope: tuple[Tensor, Tensor], attention: Callable) -> Tensor:
         h = F.embedding(ids, self.model.embed_tokens.weight)
-        dtype = torch.get_autocast_dtype(h.device.type) if torch.is_autocast_enabled(h.device.type) else h.dtype
-        rope = rope[0].to(dtype), rope[1].to(dtype)
+        rope = tuple(x.to(self._compute_dtype()) for x in rope)
         for block in self.model.layers:
             h = block(h, rope, attention)
         return self.model.norm(h)
+
+    def _compute_dtype(self) -> torch.dtype:
+        device = self.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.head.dtype
 
     def rope_table(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and signed sin, float32 [>= length, head_dim], grown on demand."""

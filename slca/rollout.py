@@ -15,7 +15,7 @@ import torch
 from slca import chat
 from slca.config import Config
 from slca.data.task import Task
-from slca.model import Policy
+from slca.model import Policy, bf16_runs
 from slca.phases import phases
 from slca.rewards import HierR, parse_blocks
 from slca.sampler import Row, Sampler, row_stream
@@ -145,8 +145,9 @@ def make_sampler(policy: Policy, tokenizer, cfg: Config, group_size: int, groups
     """Cache rows for all episodes, or as many whole groups as `rollout.max_rows` allows (at least one)."""
     slots = group_size * max(1, min(groups, cfg.rollout.max_rows // group_size))
     stops = (CALL_CLOSE,) if cfg.chat.parallel == "list" else ()
+    bf16 = cfg.rollout.precision == "bf16" and bf16_runs(policy.device)
     return Sampler(policy, slots, max_len, temperature, tokenizer.stop_ids, stops, tokenizer,
-                   torch.bfloat16 if cfg.rollout.precision == "bf16" else None)
+                   torch.bfloat16 if bf16 else None)
 
 
 def _after_turn(row: Row, episode: Episode, tokenizer, simulator: Simulator, cfg: Config,

@@ -22,6 +22,7 @@ from slca.model import Policy
 from slca.phases import phases
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill call
+MAX_GRAPHS, GROUP_STEP = 64, 4  # captured steps on a GPU, and what their prompts and members are rounded up to
 WIDTH_STEP = 32  # their width is rounded up to few sizes: the CPU's matrix library keeps a kernel for each shape
 
 
@@ -53,6 +54,7 @@ class Row:
     length: int = 0  # tokens in its slot
     drawn: int = 0
     budget: int = 0  # tokens it may still draw in this turn
+    ended: bool = False  # its last token is drawn and not run: `feed` or `release` must come next
     fresh: Completion = field(default_factory=lambda: Completion([], [], False))
 
 
@@ -106,6 +108,7 @@ class Sampler:
         # so the captured graphs come in few sizes
         self.look_every, self.row_step, self.column_step = (16, 8, 256) if gpu else (1, 1, 32)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph | None] | None = {} if gpu else None
+        self.graph_memory = torch.cuda.graph_pool_handle() if gpu else None  # one for all: they never run at once
         self.tokens_run = 0  # tokens sent through the model and kept, to prove that none goes twice
         self.engine = Engine(policy, max_len + 64, dtype, vocabulary)
         self.device = policy.device
@@ -119,9 +122,14 @@ class Sampler:
             self.length, self.start, self.drawn, self.token = torch.zeros(4, slots, dtype=torch.long,
                                                                           device=self.device)
             self.logprob, self.uniforms = (torch.zeros(slots, n, device=self.device) for n in (1, 0))
-            self.shared_length = torch.zeros(slots + 1, dtype=torch.long, device=self.device)  # of each prompt slot
-            self.grid, self.back = (torch.zeros(n * slots, dtype=torch.long, device=self.device) for n in (slots, 1))
+            # `Shared`'s tensors, with room for rounding up
+            self.shared_length, self.grid, self.back = (torch.zeros(n, dtype=torch.long, device=self.device)
+                                                        for n in (slots + GROUP_STEP, (slots + GROUP_STEP) ** 2, slots))
         self.shared: Shared | None = None
+
+    @property
+    def _group_step(self) -> int:
+        return 1 if self.row_step == 1 else GROUP_STEP
 
     @property
     def free(self) -> int:
@@ -190,8 +198,10 @@ class Sampler:
     def feed(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> None:
         """Append ids the policy did not sample (a tool turn) to rows that stopped; a new turn then begins."""
         # the token that stopped the row was sampled but not yet run
-        ids = [[*row.fresh.ids[-1:], *new] for row, new in zip(rows, ids, strict=True)]
+        ids = [[*(row.fresh.ids[-1:] if row.ended else ()), *new] for row, new in zip(rows, ids, strict=True)]
         for row, new in zip(rows, ids, strict=True):
+            if not new:
+                raise ValueError("a row is fed no token and has none left to run")
             self._check_room(row, len(new))
         for chunk in _chunks(ids):
             some = [rows[i] for i in chunk]
@@ -208,7 +218,7 @@ class Sampler:
         for row, new in zip(rows, ids, strict=True):
             row.length += len(new)
             self.tokens_run += len(new)
-            row.fresh = Completion([], [], False)
+            row.fresh, row.ended = Completion([], [], False), False
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[Row], budgets: Sequence[int], leave_at: int | None = None) -> list[Row]:
@@ -217,6 +227,8 @@ class Sampler:
         -> the rows that stopped, with their tokens in `fresh`; the others can be given to the next call.
         """
         for row, budget in zip(rows, budgets, strict=True):
+            if row.ended and budget > 0:
+                raise ValueError("a row whose turn has ended is to be fed or released, not decoded")
             row.budget = budget
             if row.drawn + budget > len(row.uniforms):
                 raise ValueError(f"a row may draw {len(row.uniforms)} tokens, {row.drawn + budget} are asked for")
@@ -299,11 +311,12 @@ class Sampler:
             self._run(b, span)
             self._draw(b)
             if self.graphs is not None:
+                self.graphs = self.graphs if len(self.graphs) < MAX_GRAPHS else {}
                 self.graphs[shape] = None
             return
         if self.graphs[shape] is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self.graph_memory):
                 self._run(b, span)
                 self._draw(b)
             self.graphs[shape] = graph
@@ -312,8 +325,8 @@ class Sampler:
     def _reserve(self, cache: Cache, columns: int) -> None:
         slots = len(self.owner)
         if cache is self.prompts:  # the last in use, and an empty one behind it
-            slots = 2 + max((prompt.slot for prompt in self.groups if prompt), default=0)
-        if cache.reserve(slots, columns + self.look_every):
+            slots = rounded(2 + max((prompt.slot for prompt in self.groups if prompt), default=0), self._group_step)
+        if cache.reserve(slots, rounded(columns + self.look_every, WIDTH_STEP), rounded(self.max_len + 64, WIDTH_STEP)):
             self._forget_graphs()
 
     def _forget_graphs(self) -> None:
@@ -346,6 +359,7 @@ class Sampler:
             row.drawn, row.budget, row.length = row.drawn + count, row.budget - count, row.length + count - 1
             self.tokens_run += count - 1
             if turn.stopped or row.budget <= 0:
+                row.ended = True
                 stopped.append(row)
             if count < len(ids):
                 cut.append(row)
@@ -393,7 +407,9 @@ class Sampler:
             if row.prompt is None and len(members) == len(prompts):  # a row that shares nothing reads an empty prompt
                 lengths, members = [*lengths, 0], [*members, []]
             members[row.prompt.slot if row.prompt else -1].append(i)
-        most = max(map(len, members))
+        members += [[]] * (rounded(len(members), self._group_step) - len(members))
+        lengths += [0] * (len(members) - len(lengths))
+        most = rounded(max(map(len, members)), self._group_step)
         grid, back = np.zeros((len(members), most), np.int64), np.zeros(len(self.owner), np.int64)
         for p, rows in enumerate(members):
             grid[p, :len(rows)], back[rows] = rows, np.arange(len(rows)) + p * most

@@ -15,8 +15,9 @@ from slca import chat
 from slca.config import SFTConfig
 from slca.data.task import Task
 from slca.data.world import World
-from slca.learner import micro_batches, optimizer_step, pad, set_rate, token_logprobs
+from slca.learner import micro_batches, pad, token_logprobs
 from slca.model import Policy
+from slca.optim import optimizer_step, set_rate
 
 
 @dataclass

@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from slca.model import bf16_runs
 
 FOLDER = Path(__file__).parent / "benchmarks"
 RATIO = {"paired", "medians"}
+DTYPES = ["fp32"] + ["bf16"] * bf16_runs(torch.device("cpu"))
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
@@ -28,24 +32,24 @@ def quick(name: str, *flags: str, peers: tuple[str, ...] = ()) -> dict:
 
 def test_rollout():
     result = quick("rollout", peers=("transformers",))
-    assert set(result["machine"]) == {"memory", "fp32", "bf16"}
+    assert set(result["machine"]) == {"memory", *DTYPES}
     assert [found["batch"] for found in result["decode"]] == [1, 4]
     for found in result["decode"]:
-        assert all(found[label].keys() == RATIO | {"total"} for label in ("fp32", "bf16", "best"))
+        assert all(found[label].keys() == RATIO | {"total"} for label in (*DTYPES, "best"))
         assert all(0 < row["of roofline"] and 0 < row["tokens/s"] for row in found["rows"])
     (found,) = result["groups"]
-    for label in ("fp32", "bf16", "best"):
+    for label in (*DTYPES, "best"):
         assert found[label]["peer"].keys() == found[label]["every row"].keys() == RATIO
 
 
 def test_multiturn():
     (found,) = quick("multiturn", peers=("transformers",))["episodes"]
-    assert all(found[label].keys() == RATIO for label in ("fp32", "bf16", "best"))
+    assert all(found[label].keys() == RATIO for label in (*DTYPES, "best"))
 
 
 def test_step_against_trl():
     steps = quick("step", peers=("transformers", "trl"))["steps"]
-    assert [found["precision"] for found in steps] == ["fp32", "bf16"]
+    assert [found["precision"] for found in steps] == DTYPES
     assert all(found[key].keys() == RATIO for found in steps for key in ("total", "rollout", "update"))
 
 

@@ -48,7 +48,7 @@ def test_prefill_steps_and_tool_turns_are_the_plain_forward_pass(family, groupin
     policy, sizes = make(family), GROUPINGS[grouping]
     sampler, draw = Sampler(policy, 6, 300), torch.Generator().manual_seed(5)
     for cache in (sampler.cache, sampler.prompts):
-        cache.reserve(7, 300)
+        cache.reserve(7, 300, 300)
         cache.kv.copy_(torch.randn(cache.kv.shape, generator=draw))  # leftovers of rows that were there before
     prompts = [tokens(n, seed=n).tolist() for n in (40, 3, 270)[:len(sizes)]]
     groups = sampler.admit(prompts, [[np.zeros(9, np.float32)] * n for n in sizes])
@@ -86,7 +86,7 @@ def test_columns_past_the_length_change_no_bit(family):
     for value in (0.0, 1e4):
         sampler = Sampler(policy, 4, 40)
         for cache in (sampler.cache, sampler.prompts):
-            cache.reserve(5, 64)
+            cache.reserve(5, 64, 64)
             cache.kv.fill_(value)
         groups = sampler.admit([[5, 6, 7], [9] * 11], [[np.zeros(9, np.float32)] * n for n in (1, 3)])
         rows = sampler._to_front([row for group in groups for row in group])
@@ -200,3 +200,27 @@ def test_few_rows_and_many_rows_go_through_equal_products():
                                                            policy.model.layers[0].self_attn.o_proj(x))):
         for n in (1, 3, 4, 9):
             close(matrix(x[:n]), want[:n])
+
+
+def test_a_turn_that_has_ended_is_fed_or_released():
+    """Its last token is drawn and not yet run: to decode on would leave it out of the cache."""
+    sampler = Sampler(small(), 2, 60)
+    stream = row_stream(0, 0, 0).random(40, np.float32)
+    row = sampler.admit([[5, 6, 7]], [[stream]])[0][0]
+    with pytest.raises(ValueError, match="fed no token"):
+        sampler.feed([row], [[]])
+    sampler.decode([row], [4])
+    with pytest.raises(ValueError, match="fed or released"):
+        sampler.decode([row], [4])
+    sampler.feed([row], [[]])  # runs the drawn token alone
+    assert row.length == 3 + 4
+    sampler.decode([row], [4])
+    assert sampler.tokens_run == 3 + 4 + 3
+
+
+def test_the_cache_grows_to_what_the_rows_may_hold_and_no_further():
+    sampler = Sampler(small(), 2, 100)
+    sampler.admit([[5] * 80], [[row_stream(0, 0, 0).random(20, np.float32)]])
+    row = next(row for row in sampler.owner if row)
+    sampler.decode([row], [20])
+    assert 100 <= sampler.cache.kv.shape[4] <= 192

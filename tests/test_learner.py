@@ -23,15 +23,13 @@ from slca.learner import (
     Batch,
     all_logprobs,
     micro_batches,
-    optimizer_step,
-    optimizers,
     pad,
     policy_update,
-    set_rate,
     token_logprobs,
 )
 from slca.loss import AGGREGATIONS, kl_loss, policy_loss
 from slca.model import ModelConfig, Policy
+from slca.optim import optimizer_step, optimizers
 from slca.rewards import HierR
 from slca.rollout import Episode
 from slca.sampler import generate
@@ -286,7 +284,7 @@ def test_shared_prompts_give_the_plain_scores_and_gradients(family, precision):
 
 def test_a_shared_prompt_runs_once():
     batch = shared_batch()
-    packed, starts = learner.pack(batch.ids, batch.lengths, batch.prompt_lengths, batch.groups)
+    packed, _, starts = learner.pack(batch.ids, batch.lengths, batch.prompt_lengths, batch.groups)
     rows = sum(n - 1 - p for n, p in zip(batch.lengths, batch.prompt_lengths, strict=True))
     assert len(packed.prompt_place) == sum(PROMPTS.values()) and sum(len(b.place) for b in packed.rows) == rows
     assert all(packed.ids[s] == batch.ids[i, batch.prompt_lengths[i]] for i, s in enumerate(starts) if s)
@@ -305,12 +303,16 @@ def test_groups_stay_together_within_the_budget(budget):
     assert len(parts) == {1: 6, 1000: 1}.get(budget, len(parts))
 
 
-def test_bf16_scores_stay_close_and_float32():
+def test_bf16_scores_stay_close_and_float32(monkeypatch):
+    monkeypatch.setattr(learner, "bf16_runs", lambda device: True)  # slowly, where the CPU has no such units
     policy, batch = make(), make_batch()
     exact, rough = (token_logprobs(policy, batch.ids, batch.policy_mask == 1, V, precision=p) for p in ("fp32", "bf16"))
     assert rough.dtype == torch.float32 and 1e-5 < (rough - exact).abs().max() < 0.15
     rough.sum().backward()
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in policy.parameters())
+    monkeypatch.setattr(learner, "bf16_runs", lambda device: False)
+    again = token_logprobs(policy, batch.ids, batch.policy_mask == 1, V, precision="bf16")
+    assert torch.equal(again, exact)  # a machine without computes in float32 instead
 
 
 def test_all_logprobs_are_those_of_one_pass():
@@ -437,34 +439,3 @@ def test_small_updates_arrive(precision):
         assert (moved > 0).float().mean() > 0.3, name  # rows of ids not in the batch rest
     assert {t.dtype for s in found[0].state.values() for t in s.values()} == {torch.float32}
     assert all(p.grad is None for p in policy.parameters())
-
-
-@pytest.mark.parametrize("clip", [0.5, 1e9])
-def test_clipping_by_hand(clip):
-    """SGD shows the clipped gradient; the norm returned is the one before."""
-    policy = make()
-    for p in policy.parameters():
-        p.grad = torch.ones_like(p)
-    before, n = policy.model.norm.weight.detach().clone(), sum(p.numel() for p in policy.parameters())
-    norm = optimizer_step(policy, [torch.optim.SGD(policy.parameters(), lr=1.0)], clip)
-    assert norm == pytest.approx(n ** 0.5, rel=1e-5)
-    step = (before - policy.model.norm.weight.detach())[0]
-    assert float(step) == pytest.approx(min(1.0, clip / n ** 0.5), rel=1e-3)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_optimizers_and_rates(kind):
-    policy = make(1)
-    found = optimizers(policy, kind, 0.02, 0.1, (0.8, 0.9), 0.003)
-    groups = [g for o in found for g in o.param_groups]
-    owners = {n: [g for g in groups if any(q is p for q in g["params"])] for n, p in policy.named_parameters()}
-    for name, p in policy.named_parameters():
-        (group,) = owners[name]  # each parameter has exactly one
-        inside = p.ndim == 2 and name.startswith("model.layers")
-        assert group["weight_decay"] == (0.1 if p.ndim == 2 else 0.0)
-        assert group["peak"] == group["lr"] == (0.003 if kind == "muon" and not inside else 0.02)
-    assert [type(o).__name__ for o in found] == (["Muon", "AdamW"] if kind == "muon" else ["AdamW"])
-    assert found[-1].param_groups[0]["betas"] == (0.8, 0.9)
-    for share in (0.25, 1.0, 0.0):  # of the peak, not of the last rate
-        set_rate(found, share)
-        assert all(g["lr"] == g["peak"] * share for g in groups)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slca import model as model_module
-from slca.model import ModelConfig, Policy, attend, linear, new_policy
+from slca.model import ModelConfig, Policy, attend, linear, new_policy, score_bias
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 MODELS = {
@@ -68,7 +68,8 @@ def test_appended_block_sees_the_lower_right_triangle(kv_heads):
     k, v = (torch.randn(2, kv_heads, 7, 8, generator=draw) for _ in range(2))
     lower_right = (torch.arange(7) <= torch.arange(4, 7)[:, None]).expand(2, 3, 7)
     want = by_hand(q, k, v, lower_right)
-    torch.testing.assert_close(attend(q, k, v, lower_right), want, rtol=1e-5, atol=1e-5)
+    bias = score_bias(lower_right, 4 // kv_heads, torch.float32)
+    torch.testing.assert_close(attend(q, k, v, bias), want, rtol=1e-5, atol=1e-5)
     # the trap: the causal flag aligns to the upper left, and this data tells the two apart
     flag = torch.nn.functional.scaled_dot_product_attention(q, *(x.repeat_interleave(4 // kv_heads, 1) for x in (k, v)),
                                                             is_causal=True)

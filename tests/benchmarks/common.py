@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whether or not 
 import torch
 import torch.nn.functional as F
 
-from slca.model import ModelConfig, Policy, new_policy
+from slca.model import ModelConfig, Policy, bf16_runs, new_policy, onednn_runs
 
 SHAPES = {name: dict(zip(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                           "intermediate_size", "vocab_size"), sizes, strict=True)) for name, sizes in {
@@ -35,6 +35,8 @@ SHAPES = {name: dict(zip(("hidden_size", "num_hidden_layers", "num_attention_hea
     "c": (896, 24, 14, 2, 4864, 151936),  # 494 M, Qwen2.5-0.5B's shape
 }.items()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+if not bf16_runs(torch.device("cpu")):  # a hundred times slower there: neither side would be used so
+    del DTYPES["bf16"]
 CACHES = ("dynamic", "static")  # of transformers
 POSITIONS, ROPE_THETA = 4096, 1e6
 CACHE_BYTES = 32e6  # what fits into the processor's cache is not bound by the memory
@@ -52,6 +54,8 @@ def arguments(doc: str, *peers: str, **flags: str) -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.model, args.pairs = ["tiny"], 1
+    if "bf16" not in DTYPES:
+        print("this CPU has no bfloat16 units: float32 only")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     warnings.simplefilter("ignore", FutureWarning)  # the peers' of each other
@@ -173,7 +177,7 @@ def best_time(f: Callable, repeats: int = 5) -> float:
 
 
 def machine(quick: bool = False) -> dict[str, float]:
-    """Measured here and now: read bandwidth in bytes/s ("memory"), matrix products in FLOP/s ("fp32", "bf16")."""
+    """Measured here and now: read bandwidth in bytes/s ("memory"), matrix products in FLOP/s, by dtype."""
     x = torch.ones(2**20 if quick else 2**26)
     found = {"memory": 4 * x.numel() / best_time(x.sum)}
     shapes = [(64, 64, 64)] if quick else [(1024, 1024, 1024), (4096, 384, 1536), (2048, 896, 4864)]
@@ -182,7 +186,7 @@ def machine(quick: bool = False) -> dict[str, float]:
         for m, k, n in shapes:
             a, b = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
             ways = [lambda a=a, b=b: F.linear(a, b)]
-            if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            if onednn_runs(b):
                 ways.append(lambda a=a, b=b: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""))
             with torch.no_grad():
                 found[name] = max(found[name], 2 * m * k * n / min(best_time(f, 3) for f in ways))

@@ -29,7 +29,7 @@ from pathlib import Path
 import common
 import torch
 
-from slca import learner
+from slca import learner, optim
 from slca.advantages import grpo_advantages
 from slca.config import Config, override
 from slca.data import Task
@@ -56,7 +56,7 @@ class Own:
         self.cfg = override(Config(), [f"precision={precision}", "loss.aggregation=seq_mean_token_mean",
                                        f"rl.prompts_per_step={prompts}", f"rl.prompts_per_update={prompts}",
                                        f"rl.group_size={GROUP}", "rl.lr=1e-5"])
-        self.found = learner.optimizers(policy, "adamw", 1e-5, 0.0, (0.9, 0.999))
+        self.found = optim.optimizers(policy, "adamw", 1e-5, 0.0, (0.9, 0.999))
 
     def sample(self, prompts: list[list[int]], new: int, seed: int) -> list[Completion]:
         dtype = torch.bfloat16 if self.precision == "bf16" else None
@@ -217,7 +217,7 @@ def dense_update(own: Own, batch: learner.Batch) -> dict[str, float]:
     mask, loss = batch.policy_mask[:, 1:], own.cfg.loss
     policy_loss(logp, logp.detach(), batch.advantages[:, 1:], mask, loss.clip_low, loss.clip_high, loss.dual_clip,
                 loss.aggregation).loss.backward()
-    return {"grad_norm": learner.optimizer_step(own.policy, own.found, own.cfg.rl.grad_clip)}
+    return {"grad_norm": optim.optimizer_step(own.policy, own.found, own.cfg.rl.grad_clip)}
 
 
 def update_memory(side: str, quick: bool) -> None:
