@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slca.model import ModelConfig, Policy, attend, onednn, onednn_runs, score_bias
+from slca.ranks import whole
 
 HIDDEN = -1e30  # added to the score of a column that is not to be seen; finite, so a row that sees none has no NaN
 FEW_ROWS = 4  # below this, MKL's float32 products beat oneDNN's
@@ -112,7 +113,7 @@ class Engine:
         self._held: dict[str, Tensor] = {}
         self.refresh()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def refresh(self) -> None:
         """Pack the policy's weights as they are now. On a GPU they stay where they were, as captured graphs need."""
         c, weights = self.config, dict(self.policy.named_parameters())
@@ -127,8 +128,8 @@ class Engine:
             """These tensors as one, times the weight of the norm in front of them."""
             if names[0] not in weights:
                 return None
-            scale = weights[norm].detach() if norm else None
-            parts = [weights[n].detach() if scale is None else weights[n].detach() * scale for n in names]
+            scale = whole(weights[norm]) if norm else None
+            parts = (whole(weights[n]) if scale is None else whole(weights[n]) * scale for n in names)
             return kept(names[0], torch.cat([part.to(self.dtype) for part in parts]))
 
         def matrix(*names: str, norm: str | None = None) -> Matrix:

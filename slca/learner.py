@@ -99,10 +99,17 @@ def token_logprobs(policy: Policy, ids: Tensor, mask: Tensor, vocabulary: int, t
     if bool(mask[:, 0].any()):
         raise ValueError("the first token of a row has no log-probability: mask[:, 0] must be 0")
     with precision_context(precision, ids.device):
-        hidden = policy.hidden(ids[:, :-1])
-        where = mask[:, 1:]
-        logp = _gathered(hidden[where], policy.head, ids[:, 1:][where], vocabulary, temperature)
+        logp = policy.run(_plain_logprobs, ids, mask[:, 1:], vocabulary, temperature)
     return torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, logp)
+
+
+def _plain_logprobs(policy: Policy, ids: Tensor, where: Tensor, vocabulary: int, temperature: float) -> Tensor:
+    return _gathered(policy.hidden(ids[:, :-1])[where], policy.head, ids[:, 1:][where], vocabulary, temperature)
+
+
+def _packed_logprobs(policy: Policy, packed: Packed, before: Tensor, target: Tensor, vocabulary: int,
+                     temperature: float) -> Tensor:
+    return _gathered(policy.hidden_packed(packed).index_select(0, before), policy.head, target, vocabulary, temperature)
 
 
 class _TokenLogprob(torch.autograd.Function):
@@ -151,7 +158,7 @@ def _gathered(hidden: Tensor, head: Tensor, target: Tensor, vocabulary: int, tem
     hidden, target = F.pad(hidden, (0, 0, 0, spare)), F.pad(target, (0, spare))
     head = head[:vocabulary].to(hidden.dtype)
     with torch.autocast(device, enabled=False):
-        return _TokenLogprob.apply(hidden, head, target, temperature)[:count]
+        return _TokenLogprob.apply(hidden, head, target, temperature)[:count].clone()  # FSDP hooks onto no views
 
 
 def pack(ids: Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int],
@@ -212,8 +219,7 @@ def group_logprobs(policy: Policy, ids: Tensor, mask: Tensor, lengths: Sequence[
     # a token is predicted from the one before it: in its row, or the last of its prompt
     before = torch.where(inside == 0, ends[row], starts[row] + inside - 1)
     with precision_context(precision, ids.device):
-        hidden = policy.hidden_packed(packed)
-        logp = _gathered(hidden.index_select(0, before), policy.head, ids[mask], vocabulary, temperature)
+        logp = policy.run(_packed_logprobs, packed, before, ids[mask], vocabulary, temperature)
     return torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, logp)
 
 

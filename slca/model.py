@@ -347,6 +347,10 @@ class Policy(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         return linear(self.hidden(ids), self.head)
 
+    def run(self, f: Callable, *args):
+        """f(policy, *args) as one forward pass: what reads the weights of a sharded policy goes through here."""
+        return f(self, *args)
+
     def hidden(self, ids: Tensor) -> Tensor:
         """ids int64 [B,T] -> final hidden states [B,T,hidden], each row a sequence from position 0."""
         b, t = ids.shape

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slca.model import Policy, bf16_runs
+from slca.ranks import split_like, whole
 
 
 class Muon(torch.optim.Optimizer):
@@ -31,9 +32,9 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalised(p.grad.lerp(state["momentum_buffer"], group["momentum"])).to(p.dtype)
+                update = orthogonalised(whole(p.grad.lerp(state["momentum_buffer"], group["momentum"]))).to(p.dtype)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1])))
+                p.add_(split_like(update, p), alpha=-group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1])))
 
 
 def orthogonalised(g: Tensor) -> Tensor:
@@ -80,9 +81,11 @@ def set_rate(found: Sequence[torch.optim.Optimizer], share: float) -> None:
 
 def optimizer_step(policy: Policy, found: Sequence[torch.optim.Optimizer], grad_clip: float) -> float:
     """Clip, step, clear -> gradient norm before clipping. Raises FloatingPointError where it is not finite."""
-    norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip))
-    if norm != norm or norm == float("inf"):
+    grads = [p.grad for p in policy.parameters() if p.grad is not None]
+    norm = float(whole(torch.nn.utils.get_total_norm(grads)))
+    if not math.isfinite(norm):
         raise FloatingPointError(f"gradient norm {norm}")
+    torch.nn.utils.clip_grads_with_norm_(policy.parameters(), grad_clip, torch.tensor(norm, device=policy.device))
     for optimizer in found:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
