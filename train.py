@@ -1,18 +1,21 @@
 """Train a tool-calling policy: supervised on demonstrations, then SLCA-GRPO. Reads top to bottom as the algorithm.
 
-    torchrun train.py [--config F.yaml ...] [--set a.b=c ...] [--out DIR] [--resume] [--profile] [--dry-run]
+    torchrun [--nproc_per_node N] train.py [--config F.yaml ...] [--set a.b=c ...] [--out DIR] [--resume] [--profile]
+                                           [--dry-run]
 
 Without arguments: configs/tiny.yaml, a model of a million parameters in the embedded tool world, on a CPU. The run's
 folder gets config.yaml, metrics.jsonl, summary.json, rollouts/, checkpoints/ and report.html.
+
+Ranks run this file alike: each takes its share of a step's prompts and holds its rows of the weights; rank 0 writes.
+SIGTERM and Ctrl-C end the run after the step, with a checkpoint.
 """
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import os
 import resource
 import shutil
+import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -20,12 +23,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from slca import checkpoint, ranks
 from slca.advantages import Advantages, grpo_advantages, slca_advantages
-from slca.config import Config, describe, load_config, save_config
+from slca.config import Config, describe, load_config, save_config, to_dict
 from slca.data import Task
 from slca.data.source import TaskSource
 from slca.data.vocabulary import world_tokenizer
-from slca.evaluation.metrics import step_metrics, values_right
+from slca.evaluation.metrics import means, over_ranks, step_sums, values_right
 from slca.evaluation.toucan import evaluate
 from slca.judge import RulesJudge, score_episodes
 from slca.learner import Batch, all_logprobs, policy_update, use_threads
@@ -39,7 +43,7 @@ from slca.segments import segment_labels
 from slca.sft import cosine_share, rate_share, sft_step
 from slca.simulator import Simulator
 from slca.tokenizer import load_tokenizer
-from slca.weights import load_policy, save_policy
+from slca.weights import load_policy, save_state
 
 
 def main() -> None:
@@ -49,8 +53,9 @@ def main() -> None:
         raise SystemExit("error: --resume needs --out with the folder of an earlier run")
     files = args.config or [out / "config.yaml" if args.resume else Path(__file__).parent / "configs" / "tiny.yaml"]
     cfg = load_config(files, args.set)
-    run = Run(cfg, out)
-    phases.on = args.profile
+    device = ranks.start()
+    run = Run(cfg, Path(ranks.gather(str(out))[0]), device)  # ranks may see another second
+    phases.on = args.profile and ranks.rank() == 0
     if args.dry_run:
         return run.dry_run()
     run.open_folder(args.resume)
@@ -60,35 +65,42 @@ def main() -> None:
     if cfg.rl.enabled:
         run.stage("after_rl", run.reinforce)
     run.finish()
+    ranks.end()
 
 
 class Run:
     """What the stages share: policy, tokenizer, tasks, simulator, judge and log."""
 
-    def __init__(self, cfg: Config, folder: Path):
-        self.cfg, self.folder, self.started = cfg, folder, time.time()
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
-        if ranks > 1:
-            raise SystemExit(f"train.py runs on one rank so far; torchrun started {ranks}")
+    def __init__(self, cfg: Config, folder: Path, device: torch.device):
+        self.cfg, self.folder, self.device, self.started = cfg, folder, device, time.time()
+        self.lead, self.signal, self.save_failures = ranks.rank() == 0, 0, 0
         use_threads(cfg.threads)
-        self.tokenizer, self.policy = build_policy(cfg)
-        self.policy.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer, policy = build_policy(cfg)
+        size = sum(p.numel() for p in policy.parameters()) / 1e6
+        self.policy = ranks.placed(policy, device, cfg.precision)
         self.simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema)
         self.judge = RulesJudge(cfg.judge.noise, cfg.judge.seed)
         self.tasks = TaskSource(cfg, self.tokenizer)
         self.summary = {"seed": cfg.seed, "wall_s": 0.0}
-        print(f"{sum(p.numel() for p in self.policy.parameters()) / 1e6:.2f} M parameters, {self.tokenizer.size} "
-              f"tokens, {torch.get_num_threads()} threads, {len(self.tasks.heldout)} held-out tasks -> {folder}")
-        if "bf16" in (cfg.precision, cfg.rollout.precision) and not bf16_runs(self.policy.device):
-            print("this CPU has no bfloat16 units: precision bf16 computes in float32 here")
+        self.say(f"{size:.2f} M parameters, {self.tokenizer.size} tokens, {ranks.world()} ranks, "
+                 f"{torch.get_num_threads()} threads, {len(self.tasks.heldout)} held-out tasks -> {folder}")
+        if "bf16" in (cfg.precision, cfg.rollout.precision) and not bf16_runs(device):
+            self.say("this CPU has no bfloat16 units: precision bf16 computes in float32 here")
+
+    def say(self, text: str) -> None:
+        if self.lead:
+            tqdm.write(text)
 
     # ------------------------------------------------------------------------------------------------- the stages
     def supervise(self) -> None:
         """SFT: cross-entropy on demonstrations, easy rows first, until copying of arguments is there."""
         cfg, sft = self.cfg, self.cfg.sft
         found = optimizers(self.policy, sft.optimizer, sft.lr, sft.weight_decay, sft.betas, sft.adam_lr)
-        limit, gated, decay_from = self.tasks.sft_steps(), sft.scheduler == "gated", None
-        bar = tqdm(range(limit), desc="SFT", unit="step", dynamic_ncols=True)
+        limit, gated = self.tasks.sft_steps(), sft.scheduler == "gated"
+        first, extra = self.restore("sft", found)
+        decay_from = extra.get("decay_from")
+        bar = tqdm(range(first, limit), desc="SFT", unit="step", initial=first, total=limit, dynamic_ncols=True,
+                   disable=not self.lead)
         for step in bar:
             start = time.time()
             if gated and decay_from is None and step >= limit - sft.decay_steps:
@@ -104,29 +116,34 @@ class Run:
             except FloatingPointError as error:
                 self.stop(f"SFT step {step + 1}: {error}", [asdict(r) for r in rows])
             if gated and (step + 1) % sft.gate_every == 0:
-                row["sft_copy"] = values_right(self.evaluate(self.tasks.validation).episodes)
+                row |= means(over_ranks(values_right(self.evaluate(self.tasks.validation).episodes)))
                 if decay_from is None and row["sft_copy"] >= sft.copy_gate and step >= self.tasks.curriculum_steps():
                     decay_from = step + 1
             row = self.log.write("sft", step + 1, row | {"time_s": time.time() - start})
             if (step + 1) % 50 == 0 or "sft_copy" in row:
-                bar.write(console_line(step + 1, row, "sft"))
+                self.say(console_line(step + 1, row, "sft"))
+            self.keep("sft", step + 1, found, {"decay_from": decay_from})
         bar.close()
 
     def reinforce(self) -> None:
         """RL: rollouts in the simulator -> HierR and judge -> advantages routed by segment -> clipped loss -> step."""
         cfg, rl = self.cfg, self.cfg.rl
         found = optimizers(self.policy, "adamw", rl.lr, rl.weight_decay, rl.betas)
-        reference = copy.deepcopy(self.policy).requires_grad_(False) if cfg.loss.kl_coef > 0 else None
+        reference = self.start_of_rl().requires_grad_(False) if cfg.loss.kl_coef > 0 else None
+        first, _ = self.restore("rl", found)
         sampler = make_sampler(self.policy, self.tokenizer, cfg, rl.group_size, rl.prompts_per_step,
                                cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens,
                                cfg.rollout.temperature)
-        bar = tqdm(range(self.tasks.rl_steps()), desc="RL", unit="step", dynamic_ncols=True)
+        mine = ranks.share(rl.prompts_per_step)
+        bar = tqdm(range(first, self.tasks.rl_steps()), desc="RL", unit="step", initial=first,
+                   total=self.tasks.rl_steps(), dynamic_ncols=True, disable=not self.lead)
         for step in bar:
             phases.clear()
             start, records, tasks = time.time(), [], self.tasks.prompts(step)
+            tasks = [tasks[i] for i in mine]
             try:
                 episodes = rollout(self.policy, self.tokenizer, tasks, self.simulator, cfg, rl.group_size,
-                                   (cfg.seed, step), cfg.rollout.temperature, sampler=sampler)
+                                   (cfg.seed, step), cfg.rollout.temperature, sampler=sampler, numbers=mine)
                 with phases("judge"):
                     score_episodes(episodes, self.judge, cfg.reward, cfg.judge.failure_score)
                 sampled = time.time()
@@ -139,23 +156,25 @@ class Run:
                 set_rate(found, min(1.0, (step + 1) / max(1, rl.warmup_steps)))
                 updates = self.update(found, reference, batch)
                 if phases.on:
-                    bar.write(f"RL step {step + 1}\n{phases.table(time.time() - start)}")
+                    self.say(f"RL step {step + 1}\n{phases.table(time.time() - start)}")
             except FloatingPointError as error:
                 self.stop(f"RL step {step + 1}: {error}",
                           [record(e, a, self.tokenizer, step + 1, "worst")
                            for e, a in zip(episodes, records, strict=True)] if records else list(map(asdict, tasks)))
 
-            row = step_metrics(episodes, batch, advantages) | updates
+            tokens = ranks.all_sum({"tokens": int(batch.policy_mask.sum())})["tokens"]
+            row = means(over_ranks(step_sums(episodes, batch, advantages))) | updates
             row |= {"lr": found[0].param_groups[0]["lr"], "rollout_s": sampled - start,
-                    "learn_s": time.time() - sampled, "peak_memory_gb": peak_memory_gb(),
-                    "tok_s": float(batch.policy_mask.sum()) / (sampled - start)}
+                    "learn_s": time.time() - sampled, "tok_s": tokens / (sampled - start),
+                    "save_failures": self.save_failures, **ranks.all_max({"peak_memory_gb": peak_memory_gb()})}
             if cfg.eval.every and (step + 1) % cfg.eval.every == 0:
                 row |= {f"val_{k}": v for k, v in self.evaluate(self.tasks.validation).metrics.items()}
             row = self.log.write("rl", step + 1, row | {"time_s": time.time() - start})
-            bar.write(console_line(step + 1, row))
+            self.say(console_line(step + 1, row))
             if cfg.log.keep_rollouts:
                 self.log.save_rollouts(step + 1, best_and_worst(episodes, records, self.tokenizer, step + 1,
                                                                 cfg.log.keep_rollouts))
+            self.keep("rl", step + 1, found, {})
         bar.close()
 
     def update(self, found: list, reference: Policy | None, batch: Batch) -> dict[str, float]:
@@ -167,7 +186,7 @@ class Run:
             batch.old = all_logprobs(self.policy, batch, self.tokenizer.size, cfg)
         results = []
         for u in range(rl.updates_per_step):
-            rows = list(range(u * rl.rollouts_per_update, (u + 1) * rl.rollouts_per_update))
+            rows = [i for i, prompt in enumerate(batch.groups) if prompt // rl.prompts_per_update == u]
             results.append(policy_update(self.policy, reference, found, batch, rows, self.tokenizer.size, cfg))
         means = {k: sum(r[k] for r in results) / len(results) for k in results[0]}
         # the sampler's policy is that of the first update alone
@@ -178,50 +197,105 @@ class Run:
 
     # ------------------------------------------------------------------------------------------- the run's folder
     def open_folder(self, resume: bool) -> None:
-        if self.folder.exists() and any(self.folder.iterdir()) and not resume:
+        used = self.folder.exists() and any(self.folder.iterdir())
+        if ranks.gather(used)[0] and not resume:
             raise SystemExit(f"{self.folder} is not empty: give another --out, or --resume to go on from its stages")
         if resume and (self.folder / "summary.json").exists():
             earlier = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
             if earlier["seed"] != self.cfg.seed:
                 raise SystemExit(f"error: {self.folder} is a run of seed {earlier['seed']}, not {self.cfg.seed}")
             self.summary, self.started = earlier, self.started - earlier["wall_s"]
-        self.log = RunLog(self.folder)
-        save_config(self.cfg, self.folder / "config.yaml")
+        self.log = RunLog(self.folder, self.lead)
+        if self.lead:
+            save_config(self.cfg, self.folder / "config.yaml")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, number: int, frame) -> None:
+        """End after this step; a second Ctrl-C ends at once."""
+        if self.signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number
 
     def stage(self, name: str, work) -> None:
         """Do a stage, save its checkpoint, evaluate it. What an earlier run finished of it is taken from there."""
-        checkpoint = self.folder / "checkpoints" / name
-        if checkpoint.exists():
-            self.policy = load_policy(checkpoint, device=self.policy.device)
-            print(f"{name}: weights taken from {checkpoint}")
+        folder = self.folder / "checkpoints" / name
+        if ranks.gather(folder.exists())[0]:
+            self.policy = ranks.placed(load_policy(folder), self.device, self.cfg.precision)
+            self.say(f"{name}: weights taken from {folder}")
         elif name != "before":
-            self.log.rewind("sft" if name == "after_sft" else "rl", 0)  # the lines of a stage that was cut off
             work()
-            unfinished = checkpoint.with_name(f".{name}.unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            save_policy(self.policy, unfinished, self.tokenizer)
-            unfinished.rename(checkpoint)
+            state = ranks.full_state(self.policy)
+            if self.lead:
+                unfinished = folder.with_name(f".{name}.unfinished")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                save_state(self.policy.config, state, unfinished, self.tokenizer)
+                unfinished.rename(folder)
+            ranks.gather(None)  # it is there before any rank goes on
         if name not in self.summary:
             self.summary[name] = self.evaluate(self.tasks.heldout).metrics
             if name != "before":
                 self.summary[f"{name}_sampled"] = self.evaluate(self.tasks.heldout, temperature=1.0).metrics
         self.write_summary()
 
+    def start_of_rl(self) -> Policy:
+        """The policy that RL began with, once more: the reference of the KL term."""
+        folder = self.folder / "checkpoints" / "after_sft"
+        policy = load_policy(folder) if self.cfg.sft.enabled else build_policy(self.cfg)[1]
+        return ranks.placed(policy, self.device, self.cfg.precision)
+
+    def restore(self, phase: str, found: list) -> tuple[int, dict]:
+        """Take policy and optimisers from the stage's last good checkpoint -> steps done, what else it kept."""
+        last = checkpoint.latest(self.folder / "checkpoints", phase, self.say)
+        if last is None:
+            self.log.rewind(phase, 0)  # the lines of a stage that was cut off
+            return 0, {}
+        folder, state = last
+        checkpoint.refuse_other_config(folder, state["config"], json.loads(json.dumps(to_dict(self.cfg))))
+        checkpoint.load(folder, self.policy, found)
+        self.log.rewind(phase, state["step"])
+        self.say(f"{phase}: goes on after step {state['step']}, from {folder}")
+        return state["step"], state["extra"]
+
+    def keep(self, phase: str, step: int, found: list, extra: dict) -> None:
+        """Save a checkpoint where one is due; after a signal save one and end the run."""
+        cfg = self.cfg.checkpoint
+        every = cfg.sft_every if phase == "sft" else cfg.rl_every
+        stop = int(ranks.all_max({"signal": self.signal})["signal"])
+        if stop or every and step % every == 0:
+            try:
+                folder = checkpoint.save(self.folder / "checkpoints", phase, step, self.policy, found, self.tokenizer,
+                                         to_dict(self.cfg), extra, cfg.keep)
+                if stop:
+                    self.say(f"{signal.Signals(stop).name}: stopped after {phase} step {step}, saved in {folder}; "
+                             "--resume goes on")
+            except OSError as error:  # a full disk: the run goes on, and with it the chance of a later one
+                self.save_failures += 1
+                self.say(f"warning: {phase} step {step} could not be saved: {error}")
+        if stop:
+            ranks.end()
+            raise SystemExit(128 + stop)
+
     def write_summary(self) -> None:
         self.summary["wall_s"] = round(time.time() - self.started, 1)
         path = self.folder / "summary.json"
-        path.with_suffix(".tmp").write_text(json.dumps(self.summary, indent=1), encoding="utf-8")
-        path.with_suffix(".tmp").replace(path)
+        if self.lead:
+            path.with_suffix(".tmp").write_text(json.dumps(self.summary, indent=1), encoding="utf-8")
+            path.with_suffix(".tmp").replace(path)
 
     def stop(self, message: str, batch: list[dict]) -> None:
         """A number that is not finite ends the run; the batch that made it is kept."""
-        path = self.folder / "failed_batch.json"
+        path = self.folder / ("failed_batch.json" if self.lead else f"failed_batch_rank{ranks.rank()}.json")
         path.write_text(json.dumps(batch), encoding="utf-8")
         raise SystemExit(f"error: {message}; the batch is in {path}")
 
     def finish(self) -> None:
-        print(final_table(self.summary))
-        print(f"{self.summary['wall_s'] / 60:.1f} minutes, {peak_memory_gb():.1f} GB; see {write_report(self.folder)}")
+        if not self.log.flush():
+            raise OSError(f"{self.log.path}: the last lines could not be written")
+        if self.lead:
+            print(final_table(self.summary))
+            print(f"{self.summary['wall_s'] / 60:.1f} minutes, {peak_memory_gb():.1f} GB; "
+                  f"see {write_report(self.folder)}")
 
     def dry_run(self) -> None:
         """The first SFT and the first RL batch, decoded with labels, and what they take. Writes nothing."""

@@ -30,6 +30,7 @@ def d(default: Any, doc: str, **limits: float) -> Any:
 
 
 FRACTION = {"lo": 0.0, "hi": 1.0}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,21 @@ class PolicyConfig:
     num_kv_heads: int = d(2, "Fresh model: key/value heads; divides num_heads.", lo=1)
     rope_theta: float = d(10000.0, "Fresh model: base of the rotary position frequencies.", above=1)
     vocab_size: int = d(1024, "Fresh model: size of the tokenizer that is trained with it.", lo=2)
+    dtype: Literal["fp32", "bf16"] = d("fp32", "Type the weights are held in; bf16 only frozen, under adapters (lora).")
+    checkpoint_blocks: bool = d(False, "Compute a block's activations again in the backward pass: memory, not results.")
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    rank: int = d(0, "Rank of the adapters that are trained instead of the weights; 0: the weights.", lo=0)
+    alpha: float = d(16.0, "An adapter's product counts alpha / rank times.", above=0)
+    targets: tuple[Literal[PROJECTIONS], ...] = d(PROJECTIONS, "The matrices of a block that get one.")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    state: Literal["fp32", "bf16"] = d("fp32", "Type of AdamW's moments; bf16 is rounded at random, so without bias.")
+    offload: bool = d(False, "Keep AdamW's moments in the CPU's memory: memory, not results.")
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,8 @@ class SimulatorConfig:
     responder: Literal["rules"] = d("rules", "What answers a valid call: the offline rules.")
     seed: int = d(0, "Seed of the values that query tools answer with.", lo=0, hi=2**32 - 1)
     use_schema: bool = d(True, "Check calls against the task's schemas; false is the paper's condition without SGLS.")
+    timeout_s: float = d(30.0, "Seconds a responder other than the rules has for a call; then the call has failed.",
+                         above=0, hi=86400)
 
 
 @dataclass(frozen=True)
@@ -117,6 +135,8 @@ class JudgeConfig:
     noise: float = d(0.0, "Chance that a rating moves one step, to study an unreliable judge.", **FRACTION)
     seed: int = d(0, "Seed of that noise.", lo=0, hi=2**32 - 1)
     failure_score: float = d(0.0, "Summary score when the judge fails or its rating cannot be read.", **FRACTION)
+    timeout_s: float = d(120.0, "Seconds a judge other than the rules has for the replies of a step; the rest failed.",
+                         above=0, hi=86400)
 
 
 @dataclass(frozen=True)
@@ -250,6 +270,15 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What --resume goes on from inside a stage; the end of a stage is always kept."""
+
+    sft_every: int = d(200, "SFT steps between checkpoints; 0: none.", lo=0)
+    rl_every: int = d(10, "RL steps between checkpoints; 0: none.", lo=0)
+    keep: int = d(2, "The last so many of each stage are kept.", lo=1)
+
+
+@dataclass(frozen=True)
 class Config:
     seed: int = d(0, "Seed of everything that is drawn in the run.", lo=0, hi=2**32 - 1)
     threads: int = d(0, "CPU threads a rank; 0: the cores divided by the local ranks.", lo=0)
@@ -258,6 +287,8 @@ class Config:
     micro_batch_tokens: int = d(
         8192, "Tokens of one forward and backward pass, the prompt of a group counted once; memory, not results.", lo=1)
     model: PolicyConfig = d(PolicyConfig, "The policy.")
+    lora: LoRAConfig = d(LoRAConfig, "Adapters.")
+    optim: OptimConfig = d(OptimConfig, "How the optimiser keeps its state.")
     data: DataConfig = d(DataConfig, "The tasks.")
     chat: ChatConfig = d(ChatConfig, "The dialogue form.")
     rollout: RolloutConfig = d(RolloutConfig, "Limits of a rollout.")
@@ -269,6 +300,7 @@ class Config:
     sft: SFTConfig = d(SFTConfig, "Supervised training.")
     rl: RLConfig = d(RLConfig, "Reinforcement learning.")
     eval: EvalConfig = d(EvalConfig, "Validation and final tables.")
+    checkpoint: CheckpointConfig = d(CheckpointConfig, "Checkpoints inside a stage.")
     log: LogConfig = d(LogConfig, "Records.")
 
 
@@ -389,7 +421,7 @@ def _expected(kind: Any, limits: dict[str, float]) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join("null" if arg is type(None) else _expected(arg, limits) for arg in args)
     if origin is tuple:
-        return f"a list of {len(args)}, each {_expected(args[0], limits)}"
+        return f"a list{'' if args[-1] is ... else f' of {len(args)}'}, each {_expected(args[0], limits)}"
     words = {"lo": ">=", "above": ">", "hi": "<=", "below": "<"}
     bounds = " and ".join(f"{words[name]} {limits[name]:g}" for name in words if name in limits)
     name = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
@@ -409,6 +441,7 @@ def _convert(value: Any, kind: Any, limits: dict[str, float], path: str, source:
             raise wrong
         return value
     if origin is tuple:
+        args = args[:1] * len(value) if args[-1] is ... and isinstance(value, (list, tuple)) else args
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
             raise wrong
         return tuple(_convert(v, arg, limits, f"{path}[{i}]", source)
@@ -458,6 +491,9 @@ def validate(config: Config, origin: dict[str, str] | None = None) -> Config:
              f"heads of an even width that divide model.hidden_size = {model.hidden_size}")
         need(model.num_heads % model.num_kv_heads == 0, "model.num_kv_heads",
              f"a divisor of model.num_heads = {model.num_heads}")
+    need(model.dtype == "fp32" or config.lora.rank > 0, "model.dtype",
+         "fp32, as bf16 weights cannot be trained themselves (lora.rank is 0)")
+    need(bool(config.lora.targets), "lora.targets", "at least one matrix")
     if data.kind == "toucan":
         need(data.train is not None or not rl.enabled, "data.train", "a file, as data.kind is toucan and RL is on")
         need(data.sft is not None or not sft.enabled, "data.sft", "a file, as data.kind is toucan and SFT is on")

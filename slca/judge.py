@@ -3,19 +3,22 @@
 It sees the question, the tool results and the reply, never the calls. Coverage is the share of the asked facts that
 the reply names; faithfulness the share of the values it states (numbers, names) that stand in a tool result or in the
 conversation. The rating is their product on the five steps. A seeded noise can move it, to study an unreliable judge.
+Any other judge is an object with the same `rate`, and not trusted to give ratings: see `rated`.
 Left out: clarity, which rules cannot see, and a language model as judge.
 """
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from slca.config import RewardConfig
 from slca.rewards import RATINGS, WEIGHTS, score_turns, wants_judge, with_summary
 from slca.sampler import row_stream
-from slca.simulator import names
+from slca.simulator import in_time, names
 
 if TYPE_CHECKING:
     from slca.rollout import Episode
@@ -96,18 +99,44 @@ def faithfulness(reply: str, r: Reply) -> float:
     return len(values & words("\n".join([r.context, *r.results]))) / len(values) if values else 1.0
 
 
+def rated(judge, replies: Sequence[Reply], timeout_s: float) -> list[float | None]:
+    """The judge's rating of each reply; None where it failed: it raised, hung, or gave no number in [0, 1].
+
+    The rules run right here. Another judge runs in a thread and has timeout_s for all. Where its answer to the batch
+    is not one rating a reply, it is asked for each alone: one reply that breaks it costs the others nothing.
+    """
+    if isinstance(judge, RulesJudge):
+        return judge.rate(replies)
+    end = time.monotonic() + timeout_s
+
+    def ask(part: list[Reply]) -> list[float | None]:
+        left = end - time.monotonic()
+        found, error = in_time(lambda: judge.rate(part), left, "judge") if left > 0 else (None, "late")
+        if error or not isinstance(found, list | tuple) or len(found) != len(part):
+            return [None] if len(part) == 1 else [rating for reply in part for rating in ask([reply])]
+        good = (isinstance(r, Real) and not isinstance(r, bool) and 0 <= r <= 1 for r in found)
+        return [float(r) if ok else None for r, ok in zip(found, good, strict=True)]
+
+    return ask(list(replies)) if replies else []
+
+
 def score_episodes(episodes: Sequence[Episode], judge: RulesJudge, cfg: RewardConfig,
-                   failure_score: float = 0.0) -> None:
-    """Fill in every episode's rewards: the rules first, then one batch to the judge where its rating counts."""
+                   failure_score: float = 0.0, timeout_s: float = 120.0) -> None:
+    """Fill in every episode's rewards: the rules first, then one batch to the judge where its rating counts.
+
+    A reply that the judge fails to rate gets failure_score and is counted on its episode.
+    """
     weights = {k: getattr(cfg.weights, k) for k in WEIGHTS}
     for e in episodes:
         e.rewards = score_turns(e.turns, e.task.allowed_tools, e.task.gold_calls, weights=weights,
                                 parallel_rule=cfg.parallel_rule)
     asked = [e for e in episodes if wants_judge(e.rewards, cfg.no_call_reply)]
-    ratings = judge.rate([Reply("\n".join(str(m.get("content") or "") for m in e.task.messages),
-                                [text for role, text in e.turns if role == "tool"], e.rewards.final_reply,
-                                e.task.facts) for e in asked])
-    rated = {id(e): failure_score if rating is None else rating for e, rating in zip(asked, ratings, strict=True)}
+    replies = [Reply("\n".join(str(m.get("content") or "") for m in e.task.messages),
+                     [text for role, text in e.turns if role == "tool"], e.rewards.final_reply,
+                     e.task.facts) for e in asked]
+    ratings = {id(e): r for e, r in zip(asked, rated(judge, replies, timeout_s), strict=True)}
     for e in episodes:
-        e.rewards = with_summary(e.rewards, rated.get(id(e)), (cfg.mix.process, cfg.mix.summary), cfg.no_call_penalty,
+        e.judge_failures = int(id(e) in ratings and ratings[id(e)] is None)
+        score = failure_score if e.judge_failures else ratings.get(id(e))
+        e.rewards = with_summary(e.rewards, score, (cfg.mix.process, cfg.mix.summary), cfg.no_call_penalty,
                                  cfg.no_call_reply)

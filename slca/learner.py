@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slca import ranks
 from slca.config import Config
 from slca.loss import kl_loss, policy_loss
 from slca.model import Packed, Policy, RowBlock, bf16_runs, linear
@@ -32,7 +33,7 @@ WIDTH_STEP, POSITION_STEP = 32, 256
 
 def pad(rows: Sequence[Sequence], width: int | None = None, value=0, dtype=torch.long) -> Tensor:
     """Ragged rows -> [B, width] filled with `value` on the right. Without a width: the longest row, rounded up."""
-    width = rounded(max(map(len, rows)), WIDTH_STEP) if width is None else width
+    width = rounded(max(map(len, rows), default=1), WIDTH_STEP) if width is None else width
     out = torch.full((len(rows), width), value, dtype=dtype)
     for i, row in enumerate(rows):
         out[i, :len(row)] = torch.as_tensor(row, dtype=dtype)
@@ -256,11 +257,22 @@ class Batch:
         return group_logprobs(policy, self.ids[rows, :width], self.policy_mask[rows, :width] == 1, lengths, prompts,
                               groups, vocabulary, cfg.rollout.temperature, cfg.precision)
 
-    def parts(self, rows: Sequence[int], token_budget: int) -> Iterator[list[int]]:
-        """These rows in micro-batches."""
+    def parts(self, rows: Sequence[int], token_budget: int) -> list[list[int]]:
+        """These rows in micro-batches, as many on every rank: a rank short of work gets empty ones (`no_work`)."""
         chosen = ([x[i] for i in rows] for x in (self.lengths, self.prompt_lengths, self.groups))
-        for part in group_batches(*chosen, token_budget):
-            yield [rows[i] for i in part]
+        return evened([[rows[i] for i in part] for part in group_batches(*chosen, token_budget)])
+
+
+def evened(parts: list[list[int]]) -> list[list[int]]:
+    """Micro-batches with empty ones behind them, so that all ranks have the same number: each pass is a collective."""
+    most = int(ranks.all_max({"parts": len(parts)})["parts"])
+    return parts + [[] for _ in range(most - len(parts))]
+
+
+def no_work(policy: Policy, precision: str) -> Tensor:
+    """The pass of an empty micro-batch: 0 with a graph, which takes part in what the other ranks gather and sum."""
+    ids, mask = torch.tensor([[0, 0]], device=policy.device), torch.tensor([[False, True]], device=policy.device)
+    return token_logprobs(policy, ids, mask, 1, precision=precision).sum() * 0
 
 
 @torch.no_grad()
@@ -268,6 +280,9 @@ def all_logprobs(policy: Policy, batch: Batch, vocabulary: int, cfg: Config) -> 
     """Log-probabilities of all policy tokens under `policy`, float32 [B,T], 0 elsewhere."""
     out = torch.zeros_like(batch.logprobs)
     for rows in batch.parts(range(len(batch.lengths)), cfg.micro_batch_tokens):
+        if not rows:
+            no_work(policy, cfg.precision)
+            continue
         with phases("log-probabilities", sum(batch.lengths[i] for i in rows)):
             logp = batch.logprobs_of(policy, rows, vocabulary, cfg)
         out[rows, :logp.shape[1]] = logp
@@ -276,24 +291,32 @@ def all_logprobs(policy: Policy, batch: Batch, vocabulary: int, cfg: Config) -> 
 
 def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torch.optim.Optimizer], batch: Batch,
                   rows: Sequence[int], vocabulary: int, cfg: Config) -> dict[str, float]:
-    """One optimiser update on these rows of the batch -> metrics.
+    """One optimiser update on these rows of the batch, and those of the other ranks -> metrics over all of them.
 
-    The denominators are those of the whole update and known before its first backward, so micro-batches change
-    nothing. Rows without any advantage stay in the denominators, but are not run where no KL term needs them.
+    The denominators are those of the whole update and known before its first backward, so micro-batches and ranks
+    change nothing. Rows without any advantage stay in the denominators, but are not run where no KL term needs them.
     Raises FloatingPointError where loss or gradient is not finite.
     """
     loss_cfg, rl = cfg.loss, cfg.rl
     mask, labels = batch.policy_mask[rows], batch.labels[rows]
-    counts = {"segment_weights": loss_cfg.segment_weights, "token_count": int(mask.sum()),
-              "sequence_count": int(mask.any(1).sum()),
-              "segment_counts": (int((labels == TOOL).sum()), int((labels == SUMMARY).sum()))}
+    whole = ranks.all_sum({"tokens": int(mask.sum()), "rows": int(mask.any(1).sum()),
+                           "tool": int((labels == TOOL).sum()), "summary": int((labels == SUMMARY).sum())})
+    counts = {"segment_weights": loss_cfg.segment_weights, "token_count": int(whole["tokens"]),
+              "sequence_count": int(whole["rows"]), "segment_counts": (int(whole["tool"]), int(whole["summary"]))}
     # without a given constant: the longest response of this update, from its first sampled token to its end
-    norm_length = loss_cfg.norm_length or max(
-        batch.lengths[i] - int(batch.policy_mask[i].argmax()) for i in rows)
+    longest = max((batch.lengths[i] - int(batch.policy_mask[i].argmax()) for i in rows), default=0)
+    norm_length = loss_cfg.norm_length or int(ranks.all_max({"longest": longest})["longest"])
     work = [i for i in rows if loss_cfg.kl_coef > 0 or bool(batch.advantages[i].any())]
     sums = dict.fromkeys(("loss", "kl", "clip_fraction", "dual_clip_fraction", "approx_kl", "logprob_gap"), 0.0)
     widest, tokens = 0.0, 0
-    for part in batch.parts(work, cfg.micro_batch_tokens):
+    parts = batch.parts(work, cfg.micro_batch_tokens)
+    for part in parts:
+        if not part:
+            no_work(policy, cfg.precision).backward()
+            if loss_cfg.kl_coef > 0:
+                with torch.no_grad():
+                    no_work(reference, cfg.precision)
+            continue
         tokens_in = sum(batch.lengths[i] for i in part)
         with phases("log-probabilities", tokens_in):
             logp = batch.logprobs_of(policy, part, vocabulary, cfg)
@@ -322,6 +345,8 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
         for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):
             sums[name] += float(getattr(result, name)) * n
     with phases("optimiser"):
-        norm = optimizer_step(policy, found, rl.grad_clip) if work else 0.0
+        norm = optimizer_step(policy, found, rl.grad_clip) if parts else 0.0
+    sums, widest = ranks.all_sum(sums | {"tokens": tokens}), ranks.all_max({"widest": widest})["widest"]
+    tokens = sums.pop("tokens")
     means = {k: v / max(1, tokens) for k, v in sums.items() if k != "loss"}
     return means | {"loss": sums["loss"], "grad_norm": norm, "logprob_gap_max": widest}

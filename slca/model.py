@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
@@ -250,6 +251,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    recompute = False  # keep the block's input alone and compute the rest again in the backward pass
+
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.self_attn, self.mlp = Attention(c), MLP(c)
@@ -257,6 +260,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def forward(self, h: Tensor, rope: tuple[Tensor, Tensor], attention: Callable) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            # in here, not around the block: FSDP has gathered its weights then, in both passes
+            return checkpoint(self._layers, h, rope, attention, use_reentrant=False, preserve_rng_state=False)
+        return self._layers(h, rope, attention)
+
+    def _layers(self, h: Tensor, rope: tuple[Tensor, Tensor], attention: Callable) -> Tensor:
         h = h + self.self_attn(self.input_layernorm(h), rope, attention)
         return h + self.mlp(self.post_attention_layernorm(h))
 
@@ -403,6 +412,12 @@ class Policy(nn.Module):
             cos, sin = angle.cos(), angle.sin()
             self._rope = (torch.cat([cos, cos], -1).to(self.device), torch.cat([-sin, sin], -1).to(self.device))
         return self._rope
+
+
+def checkpoint_blocks(policy: Policy, on: bool = True) -> None:
+    """Activation checkpointing a block (Chen et al. 2016): less memory, a second forward pass, the same gradients."""
+    for block in policy.model.layers:
+        block.recompute = on
 
 
 def new_policy(config: ModelConfig, seed: int = 0) -> Policy:

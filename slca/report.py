@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from slca import ranks
 
 if TYPE_CHECKING:
     from slca.rollout import Episode
@@ -40,6 +43,10 @@ GLOSSARY = {
     "turn_limit": "Share of rollouts ended by the turn limit; near 0.",
     "length_limit": "Share of rollouts ended by the token limit; near 0, else raise the limit.",
     "response_tokens": "Mean response tokens, tool results included; no runaway growth.",
+    "responder_failures": "Mean calls of a rollout without an answer: the responder raised, hung or gave no text; 0.",
+    "judge_failures": "Share of rollouts whose reply the judge failed to rate, so that it got judge.failure_score; 0.",
+    "results_cut": "Mean tool results of a rollout that were shortened to rollout.max_tool_chars; near 0.",
+    "results_forged": "Mean tool results of a rollout that spell a control token, which stays plain text; near 0.",
     "advantage_abs": "Mean absolute advantage of policy tokens; 0.5 to 1, near 0 when groups stop differing.",
     "advantage_tool": "Mean absolute advantage of tool tokens; falls as call patterns settle.",
     "advantage_summary": "Mean absolute advantage of summary tokens; falls as replies settle.",
@@ -55,7 +62,8 @@ GLOSSARY = {
     "logprob_gap_max": "Largest such difference of the step; 1e-3 or less in float32.",
     "entropy": "Minus the mean log-probability of the sampled tokens, an estimate of the policy's entropy; falls "
                "slowly, a collapse to 0 ends exploration.",
-    "peak_memory_gb": "Largest memory of the process (on a GPU: of torch) so far; flattens.",
+    "peak_memory_gb": "Largest memory of a process (on a GPU: of torch) so far, over ranks; flattens.",
+    "save_failures": "Checkpoints so far that could not be written (a full disk); 0.",
     "sft_loss": "Mean loss of the demonstrations' tokens; falls, then flattens.",
     "sft_grad_norm": "Gradient norm of the supervised step; stable.",
     "sft_tokens": "Target tokens of the supervised step.",
@@ -78,10 +86,14 @@ def undocumented(rows: Iterable[Mapping]) -> list[str]:
 
 
 class RunLog:
-    """Appends to <folder>/metrics.jsonl, one flushed JSON object a line: phase, step, then the metrics."""
+    """Appends to <folder>/metrics.jsonl, one flushed JSON object a line: phase, step, then the metrics.
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+    A line that cannot be written (a full disk) waits for the next one: nothing is lost while the run goes on. writes:
+    False on all ranks but the first.
+    """
+
+    def __init__(self, folder: str | Path, writes: bool = True):
+        self.folder, self.writes, self.waiting = Path(folder), writes, ""
         self.path = self.folder / "metrics.jsonl"
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -97,12 +109,28 @@ class RunLog:
             row[name] = value
         if names := undocumented([row]):
             raise ValueError(f"metrics without a sentence in report.GLOSSARY: {', '.join(names)}")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        self.waiting += json.dumps(row, allow_nan=False) + "\n"
+        self.flush()
         return row
+
+    def flush(self) -> bool:
+        """Write what waits; -> whether nothing does any more."""
+        if self.writes and self.waiting:
+            size = self.path.stat().st_size if self.path.exists() else 0
+            try:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(self.waiting)
+                self.waiting = ""
+            except OSError as error:
+                warnings.warn(f"{self.path}: {error}; the lines wait", stacklevel=2)
+                if self.path.exists():
+                    os.truncate(self.path, size)  # half a line would make the rest unreadable
+        return not (self.writes and self.waiting)
 
     def rewind(self, phase: str, step: int) -> None:
         """Drop the lines after this step, so that a resumed run does not write them a second time."""
+        if not self.writes:
+            return
         rows = [row for row in read_metrics(self.folder)
                 if not ((row["phase"] == phase and row["step"] > step) or (row["phase"] == "rl" and phase == "sft"))]
         temporary = self.path.with_suffix(".tmp")
@@ -110,11 +138,15 @@ class RunLog:
         temporary.replace(self.path)
 
     def save_rollouts(self, step: int, rollouts: list[dict]) -> Path:
-        """Write rollouts/step_00012.json: records as `rollout_html` reads them."""
-        folder = self.folder / "rollouts"
-        folder.mkdir(exist_ok=True)
-        path = folder / f"step_{step:05d}.json"
-        path.write_text(json.dumps(rollouts), encoding="utf-8")
+        """Write rollouts/step_00012.json: records as `rollout_html` reads them. A full disk costs only the file."""
+        path = self.folder / "rollouts" / f"step_{step:05d}.json"
+        if self.writes:
+            try:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(json.dumps(rollouts), encoding="utf-8")
+            except OSError as error:
+                warnings.warn(f"{path}: {error}; not kept", stacklevel=2)
+                path.unlink(missing_ok=True)
         return path
 
 
@@ -196,10 +228,14 @@ def record(e: Episode, advantages: list[float], tokenizer, step: int, rank: str)
 
 def best_and_worst(episodes: list[Episode], advantages: list[list[float]], tokenizer, step: int,
                    keep: int) -> list[dict]:
-    """Records of the `keep` rollouts with the highest total and of those with the lowest."""
+    """Records of the `keep` rollouts with the highest total and of those with the lowest, over all ranks."""
     order = sorted(range(len(episodes)), key=lambda i: -episodes[i].rewards.total)
-    chosen = [(i, "best") for i in order[:keep]] + [(i, "worst") for i in order[len(order) - keep:]]
-    return [record(episodes[i], advantages[i], tokenizer, step, rank) for i, rank in chosen]
+    found = []
+    for rank, chosen in (("best", order[:keep]), ("worst", order[len(order) - keep:])):
+        own = [record(episodes[i], advantages[i], tokenizer, step, rank) for i in chosen]
+        every = sorted((r for part in ranks.gather(own) for r in part), key=lambda r: -r["scores"]["total"])
+        found += every[:keep] if rank == "best" else every[len(every) - min(keep, len(every)):]
+    return found
 
 
 def stretches(ids: list[int], marks: list, tokenizer) -> str:

@@ -20,7 +20,7 @@ from slca.phases import phases
 from slca.rewards import HierR, parse_blocks
 from slca.sampler import Row, Sampler, row_stream
 from slca.segments import segment_labels
-from slca.simulator import Simulator, error_text, is_error
+from slca.simulator import Simulator, error_text, is_error, is_failure
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
@@ -48,6 +48,10 @@ class Episode:
     calls: int = 0  # answered by the simulator
     call_errors: int = 0  # error observations, for bad calls and malformed blocks, also where the episode then ends
     calls_cut: int = 0  # beyond the limit of a turn, not executed
+    responder_failures: int = 0  # calls without an answer: it raised, hung or gave no text
+    results_cut: int = 0  # results over the limit of characters
+    results_forged: int = 0  # results that spell a control token; it stays text
+    judge_failures: int = 0  # 1 where the judge did not rate the reply
     rewards: HierR | None = None
 
     @property
@@ -73,7 +77,7 @@ def run_turn(text: str, tools: list[dict], simulator: Simulator, max_calls: int)
     """Answer the calls of one assistant turn -> (results, how many are errors, calls cut off, malformed).
 
     A block that is no JSON, or a tag without its partner, is malformed; it gets an error observation. An element that
-    is no valid call gets the simulator's. No call at all: no results.
+    is no valid call gets the simulator's. A failed responder's is no error of the model. No call at all: no results.
     """
     parsed = parse_blocks(text)
     unreadable = error_text("a tool call must be JSON between <tool_call> and </tool_call>")
@@ -84,7 +88,8 @@ def run_turn(text: str, tools: list[dict], simulator: Simulator, max_calls: int)
     cut = max(0, len(answers) - max_calls)
     answers = answers[:max_calls] + [unreadable] * unpaired
     results = [a if isinstance(a, str) else simulator.respond(a[0], tools) for a in answers]
-    return results, sum(map(is_error, results)), cut, unpaired or None in parsed.blocks
+    errors = sum(is_error(r) and not is_failure(r) for r in results)
+    return results, errors, cut, unpaired or None in parsed.blocks
 
 
 def shorten(result: str, limit: int) -> str:
@@ -97,29 +102,33 @@ def shorten(result: str, limit: int) -> str:
 
 def rollout(policy: Policy, tokenizer, tasks: Sequence[Task], simulator: Simulator, cfg: Config, group_size: int,
             key: tuple[int, ...], temperature: float, max_response_tokens: int | None = None,
-            prompts: Sequence[list[int]] | None = None, sampler: Sampler | None = None) -> list[Episode]:
+            prompts: Sequence[list[int]] | None = None, sampler: Sampler | None = None,
+            numbers: Sequence[int] | None = None) -> list[Episode]:
     """`group_size` episodes a task, members of a group adjacent.
 
-    key: (seed, step); with the task's index and the member's number it fixes each row's random stream. prompts: the
-    tasks' rendered ids where they are at hand. temperature 0 is greedy.
+    key: (seed, step); with the task's number and the member's it fixes each row's random stream. numbers: of the tasks,
+    over all ranks; None: their indices. prompts: the tasks' rendered ids where they are at hand. temperature 0 is
+    greedy.
     """
     limit = cfg.rollout.max_response_tokens if max_response_tokens is None else max_response_tokens
+    numbers = range(len(tasks)) if numbers is None else numbers
     prompts = prompts or [chat.render(t.messages, t.tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
     if sampler is not None:
         with phases("pack weights"):
             sampler.refresh()
-    sampler = sampler or make_sampler(policy, tokenizer, cfg, group_size, len(tasks), max(map(len, prompts)) + limit,
-                                      temperature)
+    sampler = sampler or make_sampler(policy, tokenizer, cfg, group_size, len(tasks),
+                                      max(map(len, prompts), default=0) + limit, temperature)
     episodes: list[Episode] = []
     for g, (task, ids) in enumerate(zip(tasks, prompts, strict=True)):
-        episodes += [Episode(task, g, m, list(ids), len(ids), [0] * len(ids), [0.0] * len(ids),
+        episodes += [Episode(task, numbers[g], m, list(ids), len(ids), [0] * len(ids), [0.0] * len(ids),
                              open_call=[0] * len(ids)) for m in range(group_size)]
     waiting, live = list(range(len(tasks))), {}
     while waiting or live:
         take = waiting[:sampler.free // group_size]
         waiting = waiting[len(take):]
         if take:
-            streams = [[row_stream(*key, g, m).random(limit, np.float32) for m in range(group_size)] for g in take]
+            streams = [[row_stream(*key, numbers[g], m).random(limit, np.float32) for m in range(group_size)]
+                       for g in take]
             for g, rows in zip(take, sampler.admit([prompts[g] for g in take], streams), strict=True):
                 live |= {row: episodes[g * group_size + m] for m, row in enumerate(rows)}
         rows = list(live)
@@ -164,12 +173,15 @@ def _after_turn(row: Row, episode: Episode, tokenizer, simulator: Simulator, cfg
     with phases("simulator"):
         results, errors, cut, malformed = run_turn(text, episode.task.tools, simulator, bounds.max_calls_per_turn)
     episode.call_errors, episode.calls_cut = episode.call_errors + errors, episode.calls_cut + cut
+    episode.responder_failures += sum(map(is_failure, results))
+    episode.results_cut += sum(len(r) > bounds.max_tool_chars for r in results)
+    results = [shorten(r, bounds.max_tool_chars) for r in results]  # before anything reads a result of megabytes
+    episode.results_forged += sum(any(token in r for token in tokenizer.control) for r in results)
     if not results or malformed and bounds.malformed_call == "stop":
         return episode.finish("malformed" if malformed else "answered", rule)
     assistant_turns = sum(role == "assistant" for role, _ in episode.turns)
     if assistant_turns >= bounds.max_assistant_turns or episode.tool_turns >= bounds.max_tool_turns:
         return episode.finish("turn_limit", rule)
-    results = [shorten(r, bounds.max_tool_chars) for r in results]
     ids = chat.tool_turn(results, tokenizer, closed=turn.ids[-1] == tokenizer.token_to_id(chat.END))
     if episode.response_length + len(ids) >= limit:  # the result is rolled back whole, the record ends on the call
         return episode.finish("tool_overflow", rule)

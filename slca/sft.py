@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from slca import chat
+from slca import chat, ranks
 from slca.config import SFTConfig
 from slca.data.task import Task
 from slca.data.world import World
-from slca.learner import micro_batches, pad, token_logprobs
+from slca.learner import evened, micro_batches, no_work, pad, token_logprobs
 from slca.model import Policy
 from slca.optim import optimizer_step, set_rate
 
@@ -76,13 +76,18 @@ def cosine_share(step: int, steps: int, warmup_ratio: float) -> float:
 
 def sft_step(policy: Policy, optimizers: list, rows: list[Row], share: float, cfg: SFTConfig, vocabulary: int,
              precision: str, token_budget: int) -> dict[str, float]:
-    """One update on rows: mean of weight * nll over the step's whole weight, whatever the micro-batches."""
+    """One update on rows, the same on all ranks, each of which runs its share: mean of weight * nll over the step's
+    whole weight, whatever the micro-batches."""
     total = sum(sum(r.weights[1:]) for r in rows)  # the first token of a row is predicted by nothing
     if not total:
         raise ValueError("no token of these demonstrations has a loss weight: sft.max_tokens cuts all of them before "
                          "the assistant writes")
-    loss_sum = 0.0
-    for batch in micro_batches([len(r.ids) for r in rows], token_budget):
+    loss_sum, mine = 0.0, ranks.share(len(rows))
+    for batch in evened([[mine[i] for i in part] for part in micro_batches([len(rows[i].ids) for i in mine],
+                                                                           token_budget)]):
+        if not batch:
+            no_work(policy, precision).backward()
+            continue
         ids = pad([rows[i].ids for i in batch]).to(policy.device)
         weights = pad([rows[i].weights for i in batch], dtype=torch.float32).to(policy.device)
         weights[:, 0] = 0
@@ -94,5 +99,5 @@ def sft_step(policy: Policy, optimizers: list, rows: list[Row], share: float, cf
         loss_sum += loss.item()
     set_rate(optimizers, share)
     norm = optimizer_step(policy, optimizers, cfg.grad_clip)
-    return {"sft_loss": loss_sum, "sft_grad_norm": norm, "lr": optimizers[0].param_groups[0]["lr"],
-            "sft_tokens": sum(w == 1 for r in rows for w in r.weights)}
+    return {"sft_loss": ranks.all_sum({"loss": loss_sum})["loss"], "sft_grad_norm": norm,
+            "lr": optimizers[0].param_groups[0]["lr"], "sft_tokens": sum(w == 1 for r in rows for w in r.weights)}

@@ -6,20 +6,28 @@ rules: the embedded world's own tools, and for any other tool values drawn from 
 seed) within its output schema, or a sentence with such values where it has none. Stateless: the same call gives the
 same answer, whatever the order of its arguments. `use_schema=False` is the paper's ablation without SGLS: no check,
 and answers that follow no schema.
+Any other responder is a callable and not trusted to answer: what it raises, a hang and a result that is no text become
+an error observation (`is_failure`).
 Left out: a language model as responder, and JSON Schema beyond what tools use ($ref, patterns, number ranges).
 """
 from __future__ import annotations
 
 import json
 import math
+import queue
 import random
 import re
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from slca.data.families import BY_NAME, Family, call_rng, draw
 
 MAX_DEPTH = 32  # of schemas and arguments; deeper is reported, not followed
 MAX_NUMBER = 1e100  # beyond it (and NaN) a number is refused: Python cannot print integers of thousands of digits
+MAX_HUNG = 8  # calls of a responder that may hang at once; until one comes back, further calls fail without a wait
+FAILED = "no answer from the tool"
 TYPES = {
     "string": lambda v: isinstance(v, str),
     "integer": lambda v: isinstance(v, int) and not isinstance(v, bool) or isinstance(v, float) and v.is_integer(),
@@ -32,24 +40,85 @@ TYPES = {
 
 
 class Simulator:
-    """Answers calls. responder: "rules". seed: of the drawn values."""
+    """Answers calls. responder: "rules", or a callable (call {"name", "arguments"}, tools) -> text. seed: of the rules.
 
-    def __init__(self, responder: str = "rules", seed: int = 0, use_schema: bool = True):
-        if responder != "rules":
-            raise ValueError(f"responder {responder!r}: only 'rules' is available")
-        self.seed, self.use_schema = seed, use_schema
+    A callable runs in a thread of its own, timeout_s seconds a call at most; the rules cannot hang and need none.
+    ValueError for any other responder.
+    """
+
+    def __init__(self, responder: str | Callable[[dict, Sequence[dict]], str] = "rules", seed: int = 0,
+                 use_schema: bool = True, timeout_s: float = 30.0):
+        if responder != "rules" and not callable(responder):
+            raise ValueError(f"responder {responder!r} is neither 'rules' nor a callable")
+        self.responder, self.seed, self.use_schema, self.timeout_s = responder, seed, use_schema, timeout_s
+        self.hung: list[threading.Thread] = []
 
     def respond(self, call: object, tools: Sequence[dict]) -> str:
-        """Observation for one call {"name", "arguments" (object or JSON text)}. Never raises on a model's output."""
+        """Observation for one call {"name", "arguments" (object or JSON text)}.
+
+        Never raises, whatever the model wrote and whatever the responder does.
+        """
+        parsed, error = check_call(call, tools) if self.use_schema else (loose_call(call), "")
+        if error:
+            return error_text(error)
+        if callable(self.responder):
+            return self._ask(parsed, tools)
         if not self.use_schema:
-            return free_answer(loose_call(call), self.seed)
-        parsed, error = check_call(call, tools)
-        return error_text(error) if error else answer(parsed, find_tool(parsed["name"], tools), self.seed)
+            return free_answer(parsed, self.seed)
+        return answer(parsed, find_tool(parsed["name"], tools), self.seed)
+
+    def _ask(self, call: dict, tools: Sequence[dict]) -> str:
+        self.hung = [thread for thread in self.hung if thread.is_alive()]
+        if len(self.hung) >= MAX_HUNG:  # or a dead endpoint would cost timeout_s for each call of each rollout
+            return error_text(f"{FAILED}: earlier calls still hang")
+        text, error = in_time(lambda: self.responder(call, tools), self.timeout_s, "responder", self.hung)
+        if not error and not isinstance(text, str):
+            error = f"{type(text).__name__} instead of text"
+        if not error and (not text or text.isspace()):
+            error = "an empty text"
+        return error_text(f"{FAILED}: {error}") if error else text
+
+
+def in_time(work: Callable[[], object], timeout_s: float, what: str, hung: list | None = None) -> tuple[object, str]:
+    """work() in a daemon thread -> (its result, "") or (None, why there is none): it raised, or timeout_s ran out.
+
+    A late result is dropped; the thread is added to `hung` and does not keep the program from ending. What holds the
+    interpreter's lock (a regular expression that backtracks without end) cannot be bounded like this.
+    """
+    done: queue.SimpleQueue = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((work(), "", ""))
+        except BaseException as error:  # SystemExit too: in a thread nobody would see it
+            at = error.__traceback__
+            while at.tb_next:
+                at = at.tb_next
+            # not the message: it may quote what a model wrote, or hold a key
+            place = f"{Path(at.tb_frame.f_code.co_filename).name}, line {at.tb_lineno}"
+            done.put((None, type(error).__name__, place))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        result, error, place = done.get(timeout=timeout_s)
+    except queue.Empty:
+        if hung is not None:
+            hung.append(thread)
+        result, error, place = None, f"none within {timeout_s:g} s", "still running"
+    if error:
+        warnings.warn(f"{what} failed: {error} ({place})", stacklevel=3)
+    return result, error
 
 
 def is_error(observation: str) -> bool:
     """Whether an observation of ours reports an error."""
     return observation.startswith('{"error": ')
+
+
+def is_failure(observation: str) -> bool:
+    """Whether it reports that the responder gave no answer, which is not the fault of the call."""
+    return observation.startswith(f'{{"error": "{FAILED}')
 
 
 def error_text(message: str) -> str:

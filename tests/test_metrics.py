@@ -8,7 +8,7 @@ import pytest
 
 from slca.config import load_config
 from slca.data import Task
-from slca.evaluation.metrics import by_subset, factor_effects, metrics, pooled_mean, values_right
+from slca.evaluation.metrics import by_subset, factor_effects, means, metrics, pooled_mean, values_right
 from slca.judge import RulesJudge, score_episodes
 from slca.rollout import Episode
 
@@ -50,7 +50,7 @@ def test_metrics_by_hand():
     assert metrics(scored()) == pytest.approx(want)
     kinds = by_subset(scored())
     assert kinds["chat"]["success"] == 1 and kinds["chat"]["no_call"] == 0 and kinds["call"]["no_call"] == 1 / 3
-    assert values_right(scored()) == 1.0  # both rollouts that call have the value right; the omission is left out
+    assert means(values_right(scored())) == {"sft_copy": 1.0}  # both rollouts that call have the value right; the omission is left out
 
 
 def test_success_has_a_tolerance():

@@ -409,9 +409,22 @@ def test_without_schema():
     assert own.respond(call({"a": 1, "b": 2}), []) == own.respond(call({"b": 2, "a": 1}), [])
 
 
-def test_refuses_unknown_responder():
-    with pytest.raises(ValueError, match="oracle"):
-        Simulator("oracle")
+@pytest.mark.parametrize("responder", ["oracle", None, 3, ["rules"]])
+def test_refuses_unknown_responder(responder):
+    with pytest.raises(ValueError, match=re.escape(repr(responder))):
+        Simulator(responder)
+
+
+def test_callable_responder():
+    """It gets the call as checked, and only calls that pass the check; what it says is the observation."""
+    asked, tools = [], tool(TWO)
+    own = Simulator(lambda made, offered: asked.append((made, offered)) or f"got {made['arguments']['y']}")
+    assert own.respond(call('{"x": "a", "y": 2.0}'), tools) == "got 2" and asked == [(call({"x": "a", "y": 2}), tools)]
+    for schema, bad, phrase in BAD:
+        assert phrase in json.loads(own.respond(bad, tool(schema)))["error"]
+    assert len(asked) == 1
+    loose = Simulator(lambda made, _: json.dumps(made), use_schema=False)
+    assert json.loads(loose.respond({"name": 3, "arguments": "x"}, [])) == {"name": "tool", "arguments": {}}
 
 
 @pytest.mark.parametrize("row", REAL, ids=lambda r: r["name"])

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slca import chat
+from slca import chat, ranks
 from slca.config import Config
 from slca.data.task import Task
-from slca.evaluation.metrics import by_subset, metrics
+from slca.evaluation.metrics import by_subset, means, over_ranks, sums
 from slca.judge import RulesJudge, score_episodes
 from slca.model import Policy
 from slca.rewards import gold_steps
@@ -24,8 +24,8 @@ EVALUATION = 2**32  # marks evaluation in the key of a row's random stream, apar
 
 @dataclass
 class Result:
-    """metrics: the M of the run's summary; by_subset the same for each kind; gold_turns: mean gold steps a task, to
-    hold against tool_turns; skipped: prompts over the limit."""
+    """metrics: the M of the run's summary, over all ranks; by_subset the same for each kind; gold_turns: mean gold
+    steps a task, to hold against tool_turns; episodes: this rank's; skipped: prompts over the limit."""
 
     metrics: dict[str, float]
     by_subset: dict[str, dict[str, float]]
@@ -36,7 +36,10 @@ class Result:
 
 def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temperature: float = 0.0,
              progress: Callable[[int], None] = lambda done: None) -> Result:
-    """One rollout a task. progress is told how many tasks are done. Raises ValueError where no task is left."""
+    """One rollout a task, each rank its share. progress is told how many tasks are done.
+
+    Raises ValueError where no task is left.
+    """
     simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema)
     judge = RulesJudge(seed=cfg.judge.seed)  # the noise is a condition of training; evaluation is not disturbed
     prompts = [chat.render(t.messages, t.tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
@@ -47,12 +50,13 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
     episodes: list[Episode] = []
     for start in range(0, len(kept), BATCH):
         part = kept[start:start + BATCH]
-        episodes += rollout(policy, tokenizer, [tasks[i] for i in part], simulator, cfg, 1,
+        mine = ranks.share(len(part))
+        episodes += rollout(policy, tokenizer, [tasks[part[i]] for i in mine], simulator, cfg, 1,
                             (cfg.seed, EVALUATION, start), temperature, cfg.eval.max_response_tokens,
-                            [prompts[i] for i in part])
-        progress(len(episodes))
+                            [prompts[part[i]] for i in mine], numbers=mine)
+        progress(min(start + BATCH, len(kept)))
     score_episodes(episodes, judge, cfg.reward, cfg.judge.failure_score)
     threshold = cfg.eval.success_threshold
-    gold_turns = sum(len(gold_steps(e.task.gold_calls)) for e in episodes) / len(episodes)
-    return Result(metrics(episodes, threshold), by_subset(episodes, threshold), gold_turns, episodes,
-                  len(tasks) - len(kept))
+    gold_turns = sum(len(gold_steps(tasks[i].gold_calls)) for i in kept) / len(kept)
+    found = means(over_ranks(sums(episodes, threshold))) | {"n": len(kept)}
+    return Result(found, by_subset(episodes, threshold), gold_turns, episodes, len(tasks) - len(kept))
