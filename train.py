@@ -17,6 +17,8 @@ import resource
 import shutil
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,9 +51,10 @@ from slca.weights import load_policy, save_state
 def main() -> None:
     args = arguments()
     out = Path(args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
-    if args.resume and not (out / "config.yaml").is_file():
+    if args.resume and not args.out:
         raise SystemExit("error: --resume needs --out with the folder of an earlier run")
-    files = args.config or [out / "config.yaml" if args.resume else Path(__file__).parent / "configs" / "tiny.yaml"]
+    earlier = args.resume and (out / "config.yaml").is_file()  # not there: killed before it began, so it begins now
+    files = args.config or [out / "config.yaml" if earlier else Path(__file__).parent / "configs" / "tiny.yaml"]
     cfg = load_config(files, args.set)
     device = ranks.start()
     run = Run(cfg, Path(ranks.gather(str(out))[0]), device)  # ranks may see another second
@@ -59,12 +62,13 @@ def main() -> None:
     if args.dry_run:
         return run.dry_run()
     run.open_folder(args.resume)
-    run.stage("before", lambda: None)
-    if cfg.sft.enabled:
-        run.stage("after_sft", run.supervise)
-    if cfg.rl.enabled:
-        run.stage("after_rl", run.reinforce)
-    run.finish()
+    with run.signals():
+        run.stage("before", lambda: None)
+        if cfg.sft.enabled:
+            run.stage("after_sft", run.supervise)
+        if cfg.rl.enabled:
+            run.stage("after_rl", run.reinforce)
+        run.finish()
     ranks.end()
 
 
@@ -114,7 +118,7 @@ class Run:
                 row = sft_step(self.policy, found, rows, share, sft, self.tokenizer.size, cfg.precision,
                                cfg.micro_batch_tokens)
             except FloatingPointError as error:
-                self.stop(f"SFT step {step + 1}: {error}", [asdict(r) for r in rows])
+                self.stop("sft", step + 1, error, [asdict(r) for r in rows])
             if gated and (step + 1) % sft.gate_every == 0:
                 row |= means(over_ranks(values_right(self.evaluate(self.tasks.validation).episodes)))
                 if decay_from is None and row["sft_copy"] >= sft.copy_gate and step >= self.tasks.curriculum_steps():
@@ -158,7 +162,7 @@ class Run:
                 if phases.on:
                     self.say(f"RL step {step + 1}\n{phases.table(time.time() - start)}")
             except FloatingPointError as error:
-                self.stop(f"RL step {step + 1}: {error}",
+                self.stop("rl", step + 1, error,
                           [record(e, a, self.tokenizer, step + 1, "worst")
                            for e, a in zip(episodes, records, strict=True)] if records else list(map(asdict, tasks)))
 
@@ -208,14 +212,21 @@ class Run:
         self.log = RunLog(self.folder, self.lead)
         if self.lead:
             save_config(self.cfg, self.folder / "config.yaml")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.on_signal)
 
-    def on_signal(self, number: int, frame) -> None:
-        """End after this step; a second Ctrl-C ends at once."""
-        if self.signal and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = number
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C only ask for the end, which `keep` brings after the step; a second Ctrl-C is at once."""
+        def asked(number: int, frame) -> None:
+            if self.signal and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signal = number
+
+        before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def stage(self, name: str, work) -> None:
         """Do a stage, save its checkpoint, evaluate it. What an earlier run finished of it is taken from there."""
@@ -230,7 +241,7 @@ class Run:
                 unfinished = folder.with_name(f".{name}.unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
                 save_state(self.policy.config, state, unfinished, self.tokenizer)
-                unfinished.rename(folder)
+                checkpoint.publish(unfinished, folder)
             ranks.gather(None)  # it is there before any rank goes on
         if name not in self.summary:
             self.summary[name] = self.evaluate(self.tasks.heldout).metrics
@@ -283,11 +294,12 @@ class Run:
             path.with_suffix(".tmp").write_text(json.dumps(self.summary, indent=1), encoding="utf-8")
             path.with_suffix(".tmp").replace(path)
 
-    def stop(self, message: str, batch: list[dict]) -> None:
-        """A number that is not finite ends the run; the batch that made it is kept."""
+    def stop(self, phase: str, step: int, error: FloatingPointError, batch: list[dict]) -> None:
+        """A number that is not finite ends the run; the batch that made it is kept, and a line in the metrics."""
+        self.log.write(phase, step, {"nonfinite": 1})
         path = self.folder / ("failed_batch.json" if self.lead else f"failed_batch_rank{ranks.rank()}.json")
         path.write_text(json.dumps(batch), encoding="utf-8")
-        raise SystemExit(f"error: {message}; the batch is in {path}")
+        raise SystemExit(f"error: {phase.upper()} step {step}: {error}; the batch is in {path}")
 
     def finish(self) -> None:
         if not self.log.flush():

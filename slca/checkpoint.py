@@ -89,16 +89,21 @@ def save(root: Path, phase: str, step: int, policy: Policy, optimizers: Optimize
         state = {"phase": phase, "step": step, "config": config, "model": policy.config.to_hf(), "extra": extra,
                  "files": {f"rank-{r:05d}.safetensors": w for r, w in enumerate(written)}}
         (part / "state.json").write_text(json.dumps({"crc32": _state_crc(state), "state": state}), encoding="utf-8")
-        for path in (*part.iterdir(), part):
-            _sync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
-        _sync(root)
+        publish(part, final)
         for old in sorted(p for p in root.glob(f"{phase}-*") if NAME.fullmatch(p.name))[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 
     _on_all(lambda: lead and finish())
     return final
+
+
+def publish(part: Path, final: Path) -> None:
+    """Rename a finished folder to the name that counts, once the disk has all of it."""
+    for path in (*part.iterdir(), part):
+        _sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    part.rename(final)
+    _sync(final.parent)
 
 
 def _on_all(work) -> list:
@@ -115,7 +120,8 @@ def _on_all(work) -> list:
 
 
 def _fresh(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    for left in folder.parent.glob(".*.unfinished"):  # of a run that was killed while it saved
+        shutil.rmtree(left, ignore_errors=True)
     folder.mkdir(parents=True)
 
 

@@ -354,7 +354,9 @@ def _plain(value: Any) -> Any:
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write every key as resolved; `load_config([path])` gives an equal tree back."""
-    Path(path).write_text(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    part = Path(path).with_suffix(".tmp")  # a killed run leaves no half of it
+    part.write_text(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    part.replace(path)
 
 
 def leaves(kind: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slca.lora import whole_weight
 from slca.model import ModelConfig, Policy, attend, onednn, onednn_runs, score_bias
-from slca.ranks import whole
 
 HIDDEN = -1e30  # added to the score of a column that is not to be seen; finite, so a row that sees none has no NaN
 FEW_ROWS = 4  # below this, MKL's float32 products beat oneDNN's
@@ -115,8 +115,9 @@ class Engine:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Pack the policy's weights as they are now. On a GPU they stay where they were, as captured graphs need."""
-        c, weights = self.config, dict(self.policy.named_parameters())
+        """Pack the policy's weights as they are now, adapters merged. On a GPU they stay where they were, as captured
+        graphs need."""
+        c, policy, names = self.config, self.policy, {name for name, _ in self.policy.named_parameters()}
 
         def kept(name: str, new: Tensor) -> Tensor:
             if self.device.type == "cpu":
@@ -124,16 +125,16 @@ class Engine:
             old = self._held.setdefault(name, new)
             return old if old is new else old.copy_(new)
 
-        def stacked(*names: str, norm: str | None = None) -> Tensor | None:
+        def stacked(*parts: str, norm: str | None = None) -> Tensor | None:
             """These tensors as one, times the weight of the norm in front of them."""
-            if names[0] not in weights:
+            if parts[0] not in names:
                 return None
-            scale = whole(weights[norm]) if norm else None
-            parts = (whole(weights[n]) if scale is None else whole(weights[n]) * scale for n in names)
-            return kept(names[0], torch.cat([part.to(self.dtype) for part in parts]))
+            scale = whole_weight(policy, norm) if norm else None
+            found = (whole_weight(policy, n) if scale is None else whole_weight(policy, n) * scale for n in parts)
+            return kept(parts[0], torch.cat([part.to(self.dtype) for part in found]))
 
-        def matrix(*names: str, norm: str | None = None) -> Matrix:
-            return Matrix(stacked(*names, norm=norm), stacked(*[n.replace("weight", "bias") for n in names]))
+        def matrix(*parts: str, norm: str | None = None) -> Matrix:
+            return Matrix(stacked(*parts, norm=norm), stacked(*[n.replace("weight", "bias") for n in parts]))
 
         self.layers = []
         for at in (f"model.layers.{i}." for i in range(c.num_hidden_layers)):

@@ -98,7 +98,8 @@ class AdamW(torch.optim.Optimizer):
         wide = torch.promote_types(p.dtype, torch.float32)
         m, v = (t.to(p.device, wide, non_blocking=True) for t in (kept_m, kept_v))
         (beta1, beta2), lr = group["betas"], group["lr"]
-        m.lerp_(grad.to(wide), 1 - beta1)
+        grad = grad.to(wide)
+        m.lerp_(grad, 1 - beta1)
         v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         scale = v.sqrt().div_(math.sqrt(1 - beta2 ** step)).add_(group["eps"])
         p.mul_(1 - lr * group["weight_decay"])
@@ -117,8 +118,8 @@ class AdamW(torch.optim.Optimizer):
 def randomly_rounded(x: Tensor, draw: torch.Generator) -> Tensor:
     """float32 -> bfloat16, up or down by chance, so that the mean is x: random bits under the cut, then the cut.
 
-    To the nearest would freeze exp_avg_sq: bfloat16 steps are 2^-7 to 2^-8 of a value, and with beta2 = .999 a step
-    changes it by a thousandth of itself (less than half of that) unless the gradient has grown threefold.
+    To the nearest would freeze exp_avg_sq: neighbours in bfloat16 are 2^-8 to 2^-7 of a value apart, and with
+    beta2 = .999 a step takes v down by .001 v at most and up by more than .002 v only where g^2 > 3 v.
     """
     bits = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=draw)
     return bits.add_(x.float().view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)

@@ -63,6 +63,7 @@ GLOSSARY = {
     "entropy": "Minus the mean log-probability of the sampled tokens, an estimate of the policy's entropy; falls "
                "slowly, a collapse to 0 ends exploration.",
     "peak_memory_gb": "Largest memory of a process (on a GPU: of torch) so far, over ranks; flattens.",
+    "nonfinite": "1 on the last line of a run that ended at a loss or gradient that is not finite; absent else.",
     "save_failures": "Checkpoints so far that could not be written (a full disk); 0.",
     "sft_loss": "Mean loss of the demonstrations' tokens; falls, then flattens.",
     "sft_grad_norm": "Gradient norm of the supervised step; stable.",

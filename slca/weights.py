@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .lora import merged_state
 from .model import ModelConfig, Policy
 from .tokenizer import Tokenizer, read_json, write_json
 
@@ -81,9 +82,10 @@ def load_policy(
 def save_policy(policy: Policy, folder: str | os.PathLike, tokenizer: Tokenizer | None = None) -> None:
     """Write `config.json` and `model.safetensors` (and the tokenizer's files) into a folder, made if need be.
 
+    Adapters are merged into the weights. Of a sharded policy: `merged_state` on every rank, `save_state` on one.
     A file appears complete or not at all, the weights last: a folder without them is an unfinished one.
     """
-    save_state(policy.config, policy.state_dict(), folder, tokenizer)
+    save_state(policy.config, merged_state(policy), folder, tokenizer)
 
 
 def save_state(

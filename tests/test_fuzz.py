@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections import Counter
 
 import pytest
@@ -27,13 +28,14 @@ from slca.simulator import Simulator, is_error
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>", "<thinking>",
         "</thinking>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<response_quality>", "<rating>", "<TOOL_CALL>"]
 TAG = re.compile("|".join(map(re.escape, TAGS)))
-VALUES = ["NaN", "Infinity", "-Infinity", "1e999", "-0", "1E5", "9" * 400, "9" * 4400, "0.1e-999", "true", "null", "{}", "[]",
-          '""', '"\\ud800"', '"\\u0000"', '"\\', "'x'", "01", "+1", ".5", "[" * 40, "[" * 40 + "]" * 40, '{"a":' * 40,
-          '{"name": "x"}', '"{0.__class__}"', '"%s%n"', '"../../etc/passwd"', "__import__('os')"]
-ODD = ["\0", "\x1b[2J", "\u202e", "\ufeff", "\ud83d", "\udfff", "🙂", "e\u0301", "ß", "İ", "\u2028", "\r", "\t", "{", "}", "[",
-       "]", '"', "\\", ",", ":", "<", ">", "</", "|>", "assistant\n", "%", "{}", "{0}"]
-LARGE = ["[" * 20_000, '{"a":' * 5_000, "[" * 20_000 + "]" * 20_000, "9" * 20_000, '"' + "x" * 50_000 + '"', "\\" * 20_000,
-         "<tool_call>" * 2_000, "</tool_call>" * 2_000, "<think>" * 2_000, " " * 50_000, "<tool_call>{}</tool_call>" * 500]
+VALUES = ["NaN", "Infinity", "-Infinity", "1e999", "-0", "1E5", "9" * 400, "9" * 4400, "0.1e-999", "true", "null", "{}",
+          "[]", '""', '"\\ud800"', '"\\u0000"', '"\\', "'x'", "01", "+1", ".5", "[" * 40, "[" * 40 + "]" * 40,
+          '{"a":' * 40, '{"name": "x"}', '"{0.__class__}"', '"%s%n"', '"../../etc/passwd"', "__import__('os')"]
+ODD = ["\0", "\x1b[2J", "\u202e", "\ufeff", "\ud83d", "\udfff", "🙂", "e\u0301", "ß", "İ", "\u2028", "\r", "\t", "{",
+       "}", "[", "]", '"', "\\", ",", ":", "<", ">", "</", "|>", "assistant\n", "%", "{}", "{0}"]
+LARGE = ["[" * 20_000, '{"a":' * 5_000, "[" * 20_000 + "]" * 20_000, "9" * 20_000, '"' + "x" * 50_000 + '"',
+         "\\" * 20_000, "<tool_call>" * 2_000, "</tool_call>" * 2_000, "<think>" * 2_000, " " * 50_000,
+         "<tool_call>{}</tool_call>" * 500]
 
 
 def completions() -> list[tuple]:
@@ -83,7 +85,8 @@ def mutated(text: str, rng: random.Random) -> str:
         return raw.decode("utf-8", rng.choice(["replace", "surrogateescape", "ignore"]))
     if kind == 9:
         return rng.randbytes(rng.randrange(200)).decode(rng.choice(["latin-1", "utf-16-le"]), "replace") + text[a:]
-    return text[:a] + (rng.choice(LARGE) if rng.random() < 0.05 else "".join(rng.choices(TAGS + ODD + VALUES, k=5))) + text[a:]
+    noise = rng.choice(LARGE) if rng.random() < 0.05 else "".join(rng.choices(TAGS + ODD + VALUES, k=5))
+    return text[:a] + noise + text[a:]
 
 
 def check(i: int, text: str, tools: list, gold: list, facts: list, rng: random.Random) -> Counter:
@@ -93,35 +96,36 @@ def check(i: int, text: str, tools: list, gold: list, facts: list, rng: random.R
     assert parsed.turns == sorted(parsed.turns) and all(b is None or isinstance(b, list) for b in parsed.blocks)
 
     simulator = Simulator(seed=i, use_schema=i % 5 > 0)
-    results, errors, cut, malformed = run_turn(text, tools, simulator, 4)
-    assert all(isinstance(r, str) and r for r in results) and len(results) <= 5 and cut >= 0 and malformed in (True, False)
-    assert errors == sum(map(is_error, results)) and (simulator.use_schema or errors <= results.count(results[-1] if results else ""))
+    results, errors, cut, malformed = run_turn(text, tools, simulator, 2)
+    assert all(isinstance(r, str) and r for r in results) and len(results) <= 3 and cut >= 0
+    assert errors == sum(map(is_error, results)) and (cut == 0 or len(results) >= 2)
     assert malformed == (None in parsed.blocks or max(parsed.n_open, parsed.n_close) > len(parsed.blocks))
 
     names = [tool["function"]["name"] for tool in tools]
     summary, rule = rng.choice([None, 0.0, 0.5, 1.0]), rng.choice(["first_block", "first_turn"])
     turns = [("assistant", text), *(("tool", r) for r in results), ("assistant", text[:80])][:rng.randint(1, 9)]
-    for scores in (score_completion(text, names, gold, summary_score=summary, parallel_rule=rule),
-                   score_turns(turns, names, gold, summary_score=summary, parallel_rule=rule)):
+    for scores in (score_turns(turns, names, gold, summary_score=summary, parallel_rule=rule),
+                   score_completion(text, names, gold, summary_score=summary, parallel_rule=rule)):
         parts = scores.fmt, scores.name, scores.key, scores.value, scores.parallel, scores.summary, scores.reported
         assert all(type(p) is float and 0 <= p <= 1 for p in parts), scores
         assert -1e-9 <= scores.process <= 1 + 1e-9 and -0.5 <= scores.total <= 2 + 1e-9, scores
         assert isinstance(scores.final_reply, str) and scores.n_valid <= max(scores.n_open, scores.n_close)
-    rating, = RulesJudge(0.5, i).rate([Reply("Go.", results, scores.final_reply, facts)])
+    rating, = RulesJudge(0.5 * (i % 20 == 0), i).rate([Reply(text, results, scores.final_reply, facts)])
     assert rating in (0, 0.25, 0.5, 0.75, 1)
 
-    mask, opened = [], []  # a letter a token: what stands between tool_response tags is not the policy's
+    mask, opened = "", []  # a letter a token: what stands between tool_response tags is not the policy's
     for k, part in enumerate(re.split("<tool_response>|</tool_response>", text[:400])):
-        mask += [1 - k % 2] * len(part)
-        opened += [int("<tool_call>" in part and k % 2 == 0)] * len(part)
-    mask, opened = torch.tensor([mask], dtype=torch.long), torch.tensor([opened], dtype=torch.long)
-    labels = segment_labels(mask, "strict" if i % 2 else "positional", opened)
-    assert labels.shape == mask.shape and ((labels > 0) == (mask > 0)).all() and bool((labels < 3).all())
-    last = mask[0].nonzero()[-1:].flatten()
-    assert i % 2 and (labels[0, last] == 2 - opened[0, last]).all() or (labels[0, last] == 2).all()
-    return Counter(valid=scores.n_valid > 0, malformed=malformed, error=errors > 0, answer=len(results) > errors, cut=cut > 0,
-                   omission=scores.omission, process=scores.process > 0.95, rated=rating == 1, reply=scores.summary > 0,
-                   two_runs=set(labels[0].tolist()) >= {1, 2})
+        mask += "01"[k % 2 == 0] * len(part)
+        opened += ["<tool_call>" in part] * len(part)
+    last = max(((m.start(), m.end()) for m in re.finditer("1+", mask)), default=(0, 0))
+    strict = i % 2 == 1
+    labels, = segment_labels(torch.tensor([list(map(int, mask))]), "strict" if strict else "positional",
+                             torch.tensor([opened], dtype=torch.bool)).tolist()
+    own = 1 if strict and any(opened[slice(*last)]) else 2
+    assert labels == [0 if m == "0" else own if t >= last[0] else 1 for t, m in enumerate(mask)]
+    return Counter(valid=scores.n_valid > 0, malformed=malformed, error=errors > 0, answer=len(results) > errors,
+                   cut=cut > 0, omission=scores.omission, process=scores.process > 0.95, rated=rating == 1,
+                   reply=scores.summary > 0, two_runs={1, 2} <= set(labels))
 
 
 def texts(n: int, seed: int):
@@ -142,12 +146,12 @@ def texts(n: int, seed: int):
 
 @pytest.mark.parametrize("n, seed", [(4000, 0), pytest.param(20_000, 1, marks=pytest.mark.slow)])
 def test_any_completion(n, seed):
-    met, rng = Counter(), random.Random(seed)
+    met, rng, start = Counter(), random.Random(seed), time.process_time()
     for i, (text, *task) in enumerate(texts(n, seed)):
         try:
             met += check(i, text, *task, rng)
         except Exception as error:
             raise AssertionError(f"text {i}, {len(text)} letters: {ascii(text[:2000])}") from error
-    assert i + 1 == n
+    assert i + 1 == n and time.process_time() - start < n * 0.003  # 20,000 in a minute of one core
     assert all(met[kind] > n / 100 for kind in ("valid", "malformed", "error", "answer", "omission", "process", "rated",
-                                                "reply", "two_runs")) and met["cut"], met
+                                                "reply", "two_runs")) and met["cut"] > n / 400, met

@@ -50,7 +50,7 @@ def test_metrics_by_hand():
     assert metrics(scored()) == pytest.approx(want)
     kinds = by_subset(scored())
     assert kinds["chat"]["success"] == 1 and kinds["chat"]["no_call"] == 0 and kinds["call"]["no_call"] == 1 / 3
-    assert means(values_right(scored())) == {"sft_copy": 1.0}  # both rollouts that call have the value right; the omission is left out
+    assert means(values_right(scored())) == {"sft_copy": 1.0}  # both that call have it right; the omission is left out
 
 
 def test_success_has_a_tolerance():

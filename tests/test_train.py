@@ -226,7 +226,11 @@ def test_resume_is_refused_where_it_would_mix_runs(base, tmp_path):
     with pytest.raises(SystemExit, match="is a run of seed 3, not 4"):
         run(base, "seed=4", flags=["--resume"])
     with pytest.raises(SystemExit, match="--resume needs --out with the folder of an earlier run"):
-        run(tmp_path / "nothing", flags=["--resume"])
+        call(train, "--resume")
+
+
+def test_resume_of_a_run_that_was_killed_before_it_began(tmp_path):
+    assert len(read_metrics(run(tmp_path / "nothing", *NO_SFT, flags=["--resume"]))) == 1
 
 
 def test_resume_goes_on_after_the_last_finished_stage(tmp_path, capsys):
@@ -251,6 +255,7 @@ def test_loss_that_is_not_finite_stops_with_the_batch_saved(tmp_path, monkeypatc
     saved = json.loads((tmp_path / "run" / "failed_batch.json").read_text())
     assert len(saved) == 12 and all(r["ids"] and r["logprobs"] for r in saved)
     assert "after_rl" not in summary(tmp_path / "run")
+    assert read_metrics(tmp_path / "run") == [{"phase": "rl", "step": 1, "nonfinite": 1}]
 
 
 def test_sft_loss_that_is_not_finite_stops_with_the_rows_saved(tmp_path, monkeypatch):
