@@ -118,6 +118,7 @@ class RolloutConfig:
         "observe", "A turn with a malformed call gets an error observation (ours) or ends the rollout (the paper's).")
     temperature: float = d(1.0, "Sampling temperature of training rollouts; the learner uses the same.", above=0)
     precision: Literal["fp32", "bf16"] = d("fp32", "Weights and KV cache while sampling; fp32: the policy's own type.")
+    keep_copy: bool = d(True, "Keep the sampler's weights and cache during the update; false frees them in between.")
     max_rows: int = d(128, "Rows of the KV cache: rollouts sampled at a time on one rank.", lo=1)
 
 

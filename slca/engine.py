@@ -151,6 +151,10 @@ class Engine:
         head = self.embed if c.tie_word_embeddings else stacked("lm_head.weight")
         self.head = Matrix(head[:self.vocabulary])
 
+    def drop(self) -> None:
+        """Give the weights' memory back, until `refresh`."""
+        self.layers, self.embed, self.norm, self.head, self._held = [], None, None, None, {}
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocabulary]."""
         return self.head(hidden)

@@ -144,6 +144,7 @@ def block_bytes(shape: ModelConfig, s: Sizes, m: Pass, device: str) -> float:
     norm = 4 if device == "cuda" and s.compute == 2 else s.residual  # autocast on a GPU norms in float32
     casts = 5 if s.compute == 2 and norm == 4 else 2  # inputs of q, k, v, gate and up, cast anew for each
     tokens = (shape.hidden_size * (2 * norm * (1 if device == "cuda" else 2) + casts * s.compute)  # CPU: x, x / rms
+              + (shape.model_type == "qwen3") * (q + kv) * (norm if device == "cuda" else 2 * s.compute)
               + s.compute * (2 * q + 4 * shape.intermediate_size)  # rotated q, input of o; gate, silu, up, product
               + 4 * shape.num_attention_heads)  # log of the softmax's sum
     row_columns, prompt_columns = m.rows * m.width, m.prompts * m.prompt
@@ -180,7 +181,7 @@ def learner_bytes(cfg: Config, shape: ModelConfig, s: Sizes, m: Pass, vocabulary
     work += shape.intermediate_size * shape.hidden_size * (6 if s.compute == 2 else 4) * (not s.adapters)
     reduce = 0 if s.adapters else s.gathered and 2 * (s.gathered + 4) * s.matrices / layers  # in flight over the ranks
     if cfg.model.checkpoint_blocks:
-        forward = cast * (not s.adapters) + max(head + logits, block)
+        forward = cast * (not s.adapters) + max(head + logits, 3 * shape.intermediate_size * s.compute * m.tokens)
         return kept + max(forward, head + of_head + logits, waits + block + work + reduce, _root_reduce(s))
     reference = cast * (cfg.loss.kl_coef > 0) + work  # its pass runs while this one's activations are there
     return kept + cast + head + max(logits + of_head, waits + work + reduce, reference, _root_reduce(s) - kept)

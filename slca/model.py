@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+AVX512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
 MANY_ROWS = 512
 PLAIN_SCORES = 2 ** 20  # queries times keys of a head up to which plain attention is the faster
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -131,7 +132,7 @@ def bf16_runs(device: torch.device) -> bool:
 
 
 def onednn_runs(weight: Tensor) -> bool:
-    """Do oneDNN's kernels multiply by this matrix? They use AVX-512 in float32 where MKL does not (on AMD: 2 x)."""
+    """Do oneDNN's kernels multiply by this matrix?"""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype == torch.float32 or weight.dtype == torch.bfloat16 and bf16_runs(weight.device)
@@ -161,8 +162,11 @@ class _Product(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear; many rows of float32 on a CPU by oneDNN. (Few gain little, and are the bits other libraries get.)"""
-    many = x.numel() >= MANY_ROWS * x.shape[-1]
+    """F.linear; many rows of float32 by oneDNN where the CPU has AVX-512, which MKL may not use (on AMD: 2 x).
+
+    (Few rows gain little, and are the bits other libraries get.)
+    """
+    many = AVX512 and x.numel() >= MANY_ROWS * x.shape[-1]
     fast = many and x.dtype == weight.dtype == torch.float32 and onednn_runs(weight)
     if not fast or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)

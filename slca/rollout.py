@@ -146,6 +146,8 @@ def rollout(policy: Policy, tokenizer, tasks: Sequence[Task], simulator: Simulat
                 feed[row] = ids
         if feed:
             sampler.feed(list(feed), list(feed.values()))
+    if not cfg.rollout.keep_copy:
+        sampler.rest()
     return episodes
 
 

@@ -139,6 +139,12 @@ class Sampler:
         """Take over the policy's weights as they are now."""
         self.engine.refresh()
 
+    def rest(self) -> None:
+        """With no row left: give the memory of weights and cache back, until `refresh`."""
+        self.engine.drop()
+        self.cache, self.prompts = (Cache(self.engine.config, self.engine.dtype, self.device) for _ in range(2))
+        self._forget_graphs()
+
     @torch.inference_mode()
     def admit(self, prompts: Sequence[Sequence[int]], uniforms: Sequence[Sequence[np.ndarray]]) -> list[list[Row]]:
         """Prefill each prompt once, give every member of its group a row. uniforms: [prompt][member] -> [max_new]."""

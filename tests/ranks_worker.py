@@ -33,7 +33,7 @@ CASES = {"one": ["micro_batch_tokens=100000"], "two": ["micro_batch_tokens=900"]
 
 def setting(tokenizer, *changes: str):
     cfg = override(Config(), ["threads=1", "rl.prompts_per_step=4", "rl.prompts_per_update=4", "rl.group_size=3",
-                              "rollout.max_response_tokens=40", "rl.lr=1e-3", *changes])
+                              "rollout.max_response_tokens=40", "rl.lr=2e-4", *changes])
     shape = ModelConfig("qwen2", tokenizer.size, 32, 48, 2, 4, 2)
     return cfg, shape
 

@@ -224,3 +224,22 @@ def test_the_cache_grows_to_what_the_rows_may_hold_and_no_further():
     row = next(row for row in sampler.owner if row)
     sampler.decode([row], [20])
     assert 100 <= sampler.cache.kv.shape[4] <= 192
+
+
+def test_a_sampler_that_rested_samples_the_same():
+    """Memory given back between two rollouts: the same rows with it as without."""
+    policy, found = small(), []
+    for rests in (False, True):
+        sampler = Sampler(policy, 4, 40)
+        for step in range(2):
+            sampler.refresh()
+            rows = sampler.admit([[5, 6, 7], [9, 8]], [[row_stream(step, p, m).random(12, np.float32) for m in (0, 1)]
+                                                       for p in (0, 1)])
+            rows = [row for group in rows for row in group]
+            sampler.decode(rows, [12] * 4)
+            sampler.release(rows)
+            found += [row.fresh.ids for row in rows]
+            if rests:
+                sampler.rest()
+                assert sampler.cache.kv.numel() == sampler.prompts.kv.numel() == 0 and not sampler.engine.layers
+    assert found[:8] == found[8:]
