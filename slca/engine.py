@@ -174,13 +174,14 @@ class Engine:
 
     def extend(self, ids: Tensor, cache: Cache, slots: Tensor, length: Tensor, span: int, start: Tensor,
                prompts: Cache, prompt_slots: Tensor, prompt_columns: int) -> Tensor:
-        """ids int64 [B,N] behind what the slots hold -> hidden [B,N,hidden]. Right padding is harmless.
+        """ids int64 [B,N] behind what the slots hold -> hidden [B,N,hidden]. Right padding is harmless: what would lie
+        past the end of the cache goes to its last column, which no row may use.
 
         length, start int64 [B]: tokens in a row's own slot and in its shared prompt (0: none); span: columns of the
         cache from now on, of any row; prompt_columns: those of any row's prompt.
         """
         b, n = ids.shape
-        column = length[:, None] + torch.arange(n, device=ids.device)  # [B,N]
+        column = (length[:, None] + torch.arange(n, device=ids.device)).clamp_(max=cache.kv.shape[4] - 1)  # [B,N]
         seen = self.numbers(span) <= column[:, :, None]
         if prompt_columns:
             shared = self.numbers(prompt_columns) < start[:, None, None]

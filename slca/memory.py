@@ -76,7 +76,8 @@ def plan(cfg: Config, shape: ModelConfig, world: int, tokenizer_size: int | None
     s, c = sizes(cfg, shape, world, device), cfg.rollout
     vocabulary = min(shape.vocab_size, tokenizer_size or shape.vocab_size)
     group_size, groups = cfg.rl.group_size, max(1, c.max_rows // cfg.rl.group_size)
-    groups = min(groups, ceil(cfg.rl.prompts_per_step / world))
+    prompts = ceil(cfg.rl.prompts_per_step / world)
+    groups = min(groups, prompts)
     found = {
         "weights": (s.weights * s.held + s.adapters * 4) / world,
         "gradients": s.trained * 4 / world,
@@ -84,19 +85,18 @@ def plan(cfg: Config, shape: ModelConfig, world: int, tokenizer_size: int | None
         "reference": s.weights * s.held / world * (cfg.rl.enabled and cfg.loss.kl_coef > 0 and not s.adapters),
         # embedding, head and two blocks: the one that runs and the next
         "gathered": s.gathered * (s.tables + 2 * s.matrices / shape.num_hidden_layers),
-        "batch": BATCH_BYTES * ceil(cfg.rl.prompts_per_step / world) * group_size * (
-            c.max_prompt_tokens + c.max_response_tokens),
+        "batch": BATCH_BYTES * prompts * group_size * (c.max_prompt_tokens + c.max_response_tokens),
         "activations": max(*(learner_bytes(cfg, shape, s, part, vocabulary, device) for part in passes(cfg, world)),
                            _optimiser_step(cfg, s, world, device)),
         "rollout copy": _packed(s, device),
         "KV cache": sum(cache_bytes(shape, s.sampled, slots, columns) for slots, columns in reserved(
-            group_size, groups, c.max_prompt_tokens, c.max_response_tokens, device)),
+            group_size, groups, prompts, c.max_prompt_tokens, c.max_response_tokens, device)),
     }
     # a validation packs the weights again, and its rows hold their prompts themselves
     rows = min(c.max_rows, ceil(EVALUATED / world), ceil(max(cfg.data.eval_tasks, cfg.data.validation_tasks) / world))
     length = cfg.eval.max_prompt_tokens + cfg.eval.max_response_tokens
     validation = _packed(s, device) + sum(cache_bytes(shape, s.sampled, slots, columns) for slots, columns in reserved(
-        1, rows, cfg.eval.max_prompt_tokens, cfg.eval.max_response_tokens, device)) + sampler_bytes(
+        1, rows, rows, cfg.eval.max_prompt_tokens, cfg.eval.max_response_tokens, device)) + sampler_bytes(
         shape, s, rows, 0, length, vocabulary)
     sampling = sampler_bytes(shape, s, groups * group_size, c.max_prompt_tokens, c.max_response_tokens, vocabulary)
     learner = sum(found[name] for name in ("gradients", "batch", "gathered", "activations"))
@@ -211,33 +211,34 @@ def _optimiser_step(cfg: Config, s: Sizes, world: int, device: str) -> float:
 
 # --- sampling --------------------------------------------------------------------------------------------------------
 
-def reserved(group_size: int, groups: int, prompt: int, response: int, device: str) -> list[tuple[int, int]]:
-    """(slots, columns) of the row cache and of the prompt cache for that many groups, as the sampler sizes them.
+def reserved(group_size: int, groups: int, prompts: int, prompt: int, response: int,
+             device: str) -> list[tuple[int, int]]:
+    """(slots, columns) of the row cache and of the prompt cache for so many groups at a time, as the sampler sizes them.
 
-    A group of one holds its prompt in the row's own slot. Prompts have twice the slots: one whose last rows still run
-    keeps its own while the next group starts.
+    A group of one holds its prompt in the row's own slot. There are up to twice as many slots for prompts, since one
+    whose last rows still run keeps its own while the next group starts; prompts: how many come in all.
     """
     look, step, columns = (16, GROUP_STEP, 256) if device == "cuda" else (1, 1, WIDTH_STEP)
     if group_size == 1:
         return [(groups, rounded(rounded(prompt + response, columns) + look, WIDTH_STEP)), (0, 0)]
     return [(group_size * groups, rounded(rounded(response, columns) + look, WIDTH_STEP)),
-            (rounded(2 * groups + 1, step), rounded(rounded(prompt, WIDTH_STEP) + look, WIDTH_STEP))]
+            (rounded(min(2 * groups, prompts) + 1, step), rounded(rounded(prompt, WIDTH_STEP) + look, WIDTH_STEP))]
 
 
-def reserve(sampler: Sampler, group_size: int, prompt: int, response: int) -> None:
+def reserve(sampler: Sampler, group_size: int, prompts: int, prompt: int, response: int) -> None:
     """Take the sampler's KV cache in one piece, at the size of the plan: growing would hold the old and the new."""
-    groups = len(sampler.owner) // group_size
-    for cache, (slots, columns) in zip((sampler.cache, sampler.prompts), reserved(
-            group_size, groups, prompt, response, sampler.device.type), strict=True):
+    sizes = reserved(group_size, len(sampler.owner) // group_size, prompts, prompt, response, sampler.device.type)
+    for cache, (slots, columns) in zip((sampler.cache, sampler.prompts), sizes, strict=True):
         if slots:
             cache.reserve(slots, columns, columns)
 
 
 def room(sampler: Sampler, group_size: int) -> int:
-    """Whole groups that can be admitted now: rows are free, and so are slots for their prompts."""
-    free = sampler.free // group_size
-    spare = sampler.prompts.kv.shape[2] - 1 - sum(prompt is not None for prompt in sampler.groups)
-    return min(free, spare) if group_size > 1 and sampler.prompts.kv.shape[2] else free
+    """Whole groups that can be admitted now: their rows are free, and so are slots for their prompts."""
+    free, slots = sampler.free // group_size, sampler.prompts.kv.shape[2]
+    if group_size == 1 or not slots:
+        return free
+    return min(free, slots - 1 - sum(prompt is not None for prompt in sampler.groups))
 
 
 def cache_bytes(shape: ModelConfig, size: int, slots: int, columns: int) -> int:
@@ -304,7 +305,7 @@ def report(found: dict[str, float], limit: float | None = None) -> str:
     return "memory of a rank at its peak:\n" + "\n".join(lines)
 
 
-HELPS = ("model.checkpoint_blocks=true", "optim.state=bf16", "optim.offload=true", "precision=bf16",
+HELPS = ("model.checkpoint_blocks=true", "model.dtype=bf16", "optim.state=bf16", "optim.offload=true", "precision=bf16",
          "rollout.precision=bf16", "loss.kl_coef=0", "lora.rank=16")
 
 

@@ -25,7 +25,7 @@ import test_rollout
 from test_chat import FIXED, PATTERN, SPECIAL
 from test_judge import FULL, OMITTED, called
 from test_rollout import CALL, REPLY, TOOL, block, injected, one, tool_texts
-from test_simulator import example
+from test_simulator import example, nested
 
 from slca import chat
 from slca.config import ConfigError, RewardConfig, load_config
@@ -374,10 +374,10 @@ def test_a_megabyte_name_is_not_echoed():
     assert "not found" in seen and len(seen) < 300 and score_completion(text, ["f"], ["f"]).name == 0
 
 
-@pytest.mark.parametrize("a", [10 ** 5000, float("inf"), float("nan"), "9" * MEGA, [[]] * 9999, None, True],
-                         ids=range(7))
+@pytest.mark.parametrize("a", [10 ** 400, 10 ** 5000, float("inf"), float("nan"), "9" * MEGA, [[]] * 9999, None, True,
+                               nested(1, 5000), "NaN"], ids=range(10))
 def test_values_without_bounds_compare(a):
-    for b in (10 ** 5000 + 1, float("inf"), "1e999", "9" * MEGA, [1], {"a": float("nan")}, 1, ""):
+    for b in (10 ** 5000 + 1, float("inf"), "1e999", "9" * MEGA, [1], {"a": float("nan")}, nested(2, 5000), 1.5, ""):
         seen = []
         assert cpu(lambda b=b, seen=seen: seen.append((loosely_equal(a, b), loosely_equal(b, a)))) < 1
         assert seen[0][0] is seen[0][1] and isinstance(seen[0][0], bool)
