@@ -82,7 +82,8 @@ class Run:
         self.tokenizer, policy = build_policy(cfg)
         size = sum(p.numel() for p in policy.parameters()) / 1e6
         self.policy = ranks.placed(policy, device, cfg.precision)
-        self.simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema)
+        self.simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema,
+                                   cfg.simulator.timeout_s)
         self.judge = RulesJudge(cfg.judge.noise, cfg.judge.seed)
         self.tasks = TaskSource(cfg, self.tokenizer)
         self.summary = {"seed": cfg.seed, "wall_s": 0.0}
@@ -149,7 +150,7 @@ class Run:
                 episodes = rollout(self.policy, self.tokenizer, tasks, self.simulator, cfg, rl.group_size,
                                    (cfg.seed, step), cfg.rollout.temperature, sampler=sampler, numbers=mine)
                 with phases("judge"):
-                    score_episodes(episodes, self.judge, cfg.reward, cfg.judge.failure_score)
+                    score_episodes(episodes, self.judge, cfg.reward, cfg.judge.failure_score, cfg.judge.timeout_s)
                 sampled = time.time()
 
                 batch = Batch.of(episodes, self.policy.device)

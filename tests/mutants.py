@@ -304,7 +304,7 @@ def trial(m: Mutant, trees: SimpleQueue) -> tuple[str, float]:
     plain = path.read_text(encoding="utf-8")
     try:
         write(path, mutated(m, tree))
-        verdict = {1: "killed", 0: "SURVIVED", None: "HUNG"}.get(status_of(tree, m.tests), "NOT RUN")
+        verdict = {1: "killed", 0: "SURVIVED", None: "HUNG"}.get(status_of(tree, m.tests), "BROKEN")
     except ValueError as e:
         verdict = f"STALE ({e})"
     finally:

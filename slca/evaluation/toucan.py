@@ -40,7 +40,7 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
 
     Raises ValueError where no task is left.
     """
-    simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema)
+    simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema, cfg.simulator.timeout_s)
     judge = RulesJudge(seed=cfg.judge.seed)  # the noise is a condition of training; evaluation is not disturbed
     prompts = [chat.render(t.messages, t.tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
     kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.eval.max_prompt_tokens]
@@ -55,7 +55,7 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
                             (cfg.seed, EVALUATION, start), temperature, cfg.eval.max_response_tokens,
                             [prompts[part[i]] for i in mine], numbers=mine)
         progress(min(start + BATCH, len(kept)))
-    score_episodes(episodes, judge, cfg.reward, cfg.judge.failure_score)
+    score_episodes(episodes, judge, cfg.reward, cfg.judge.failure_score, cfg.judge.timeout_s)
     threshold = cfg.eval.success_threshold
     gold_turns = sum(len(gold_steps(tasks[i].gold_calls)) for i in kept) / len(kept)
     found = means(over_ranks(sums(episodes, threshold))) | {"n": len(kept)}
