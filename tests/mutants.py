@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 TREE = ("slca", "tests", "configs", "train.py", "evaluate.py", "setup.py", "pyproject.toml", "README.md")
 PATIENCE = 600  # seconds that the tests of a fault may take
-# Each fault has its own process. Where those can be forked, torch and pytest are imported once for all of them.
+# Each fault has its own process. Where those can be forked, what takes long to import is imported once for all.
 PROCESSES = get_context("forkserver" if sys.platform == "linux" else "spawn")
 
 
@@ -329,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{m.name:25} {m.part:10} {' '.join(m.tests)}")
         return 0
     start, killed, jobs = time.perf_counter(), 0, max(1, args.jobs)
-    PROCESSES.set_forkserver_preload(["numpy", "pytest", "torch"])
+    PROCESSES.set_forkserver_preload(["pytest", "torch.distributed.tensor", "sympy"])  # torch imports these late
     with tempfile.TemporaryDirectory() as folder:
         first, *others = [copied(Path(folder).resolve() / str(job)) for job in range(jobs)]
         if status_of(first, list(dict.fromkeys(test for m in chosen for test in m.tests))) != 0:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
-from slca import ranks, rollout, sampler
+from slca import learner, ranks, rollout, sampler
 from slca.config import Config, override
 from slca.data.vocabulary import world_tokenizer
 from slca.data.world import World
@@ -28,7 +28,8 @@ from slca.simulator import Simulator
 
 CASES = {"one": ["micro_batch_tokens=100000"], "two": ["micro_batch_tokens=900"], "many": ["micro_batch_tokens=400"],
          "idle rank": ["rl.prompts_per_step=1", "rl.prompts_per_update=1"],
-         "kl and two updates": ["loss.kl_coef=0.1", "rl.prompts_per_update=2", "micro_batch_tokens=900"]}
+         "kl and two updates": ["loss.kl_coef=0.1", "rl.prompts_per_update=2", "micro_batch_tokens=900"],
+         "bf16": ["precision=bf16"]}
 
 
 def setting(tokenizer, *changes: str):
@@ -48,8 +49,9 @@ def updates(tokenizer, folder: Path, replay: list | None) -> None:
     found, kept = {}, {}
     for name, changes in CASES.items():
         cfg, shape = setting(tokenizer, *changes)
-        policy = new_policy(shape, 1)
-        policy, reference = ranks.placed(policy, torch.device("cpu"), "fp32"), None
+        if cfg.precision == "bf16":  # slowly, where the CPU has no such units
+            ranks.bf16_runs = learner.bf16_runs = lambda device: True
+        policy, reference = ranks.placed(new_policy(shape, 1), torch.device("cpu"), cfg.precision), None
         if cfg.loss.kl_coef:
             reference = ranks.placed(new_policy(shape, 2), torch.device("cpu"), "fp32").requires_grad_(False)
         found_optimizers, world = optimizers(policy, "adamw", cfg.rl.lr, 0.01, (0.9, 0.999)), World("train", 0)

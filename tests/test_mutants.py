@@ -34,7 +34,7 @@ def test_every_part_has_faults():
 
 def test_quick_faults_are_killed_and_others_reported(monkeypatch, capsys):
     others = [Mutant("no-fault", "segments", "edges == 1", "edges == +1", ("segments::test_by_hand",)),
-              Mutant("no-import", "segments", "IGNORED, TOOL", "IGNORED, _", ("segments::test_by_hand",)),
+              Mutant("no-import", "segments", "def runs(", "def run(", ("segments::test_by_hand",)),
               Mutant("no-place", "segments", "is not there", "", ("segments::test_by_hand",))]
     monkeypatch.setattr(mutants, "MUTANTS", MUTANTS + others)
     assert main([*FAST, *(m.name for m in others)]) == 1

@@ -65,6 +65,19 @@ def test_three_updates_end_at_the_same_weights(updates, case):
         torch.testing.assert_close(weights[1][name], t, rtol=0, atol=2e-5)
 
 
+def test_mixed_precision_is_close_to_one_ranks_autocast(updates):
+    """Gathered weights in bfloat16, gradients summed and weights kept in float32."""
+    one, two = (json.loads((updates[n] / "found.json").read_text())["bf16"] for n in (1, 2))
+    exact = json.loads((updates[1] / "found.json").read_text())["one"]
+    for a, b, c in zip(one, two, exact, strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.05) and a["grad_norm"] != c["grad_norm"]
+    weights = [load_file(updates[n] / "bf16.safetensors") for n in (1, 2)]
+    for name, t in weights[0].items():
+        assert t.dtype == weights[1][name].dtype == torch.float32
+        gap = (weights[1][name] - t).abs()
+        assert gap.max() < 2 * 3 * 2e-4 and gap.mean() < 3e-5  # AdamW's steps are 2e-4, whatever the gradient's size
+
+
 def test_micro_batches_change_nothing(updates):
     losses = [json.loads((updates[1] / "found.json").read_text())[case][0] for case in ("one", "two", "many")]
     assert len({round(row["loss"], 6) for row in losses}) == 1

@@ -40,7 +40,8 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
 
     Raises ValueError where no task is left.
     """
-    simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema, cfg.simulator.timeout_s)
+    sim = cfg.simulator
+    simulator = Simulator(sim.responder, sim.seed, sim.use_schema, sim.timeout_s)
     judge = RulesJudge(seed=cfg.judge.seed)  # the noise is a condition of training; evaluation is not disturbed
     prompts = [chat.render(t.messages, t.tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
     kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.eval.max_prompt_tokens]
