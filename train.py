@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from slca import checkpoint, ranks
+from slca import checkpoint, memory, ranks
 from slca.advantages import Advantages, grpo_advantages, slca_advantages
-from slca.config import Config, describe, load_config, save_config, to_dict
+from slca.config import Config, describe, load_config, override, save_config, to_dict
 from slca.data import Task
 from slca.data.source import TaskSource
 from slca.data.vocabulary import world_tokenizer
@@ -35,7 +35,8 @@ from slca.evaluation.metrics import means, over_ranks, step_sums, values_right
 from slca.evaluation.toucan import evaluate
 from slca.judge import RulesJudge, score_episodes
 from slca.learner import Batch, all_logprobs, policy_update, use_threads
-from slca.model import ModelConfig, Policy, bf16_runs, new_policy
+from slca.lora import add_lora, merge_adapters, merged_state
+from slca.model import ModelConfig, Policy, bf16_runs, checkpoint_blocks, new_policy
 from slca.optim import optimizers, set_rate
 from slca.page import write_report
 from slca.phases import phases
@@ -76,12 +77,13 @@ class Run:
     """What the stages share: policy, tokenizer, tasks, simulator, judge and log."""
 
     def __init__(self, cfg: Config, folder: Path, device: torch.device):
-        self.cfg, self.folder, self.device, self.started = cfg, folder, device, time.time()
+        self.cfg, self.asked, self.folder, self.device, self.started = cfg, cfg, folder, device, time.time()
         self.lead, self.signal, self.save_failures = ranks.rank() == 0, 0, 0
         use_threads(cfg.threads)
         self.tokenizer, policy = build_policy(cfg)
         size = sum(p.numel() for p in policy.parameters()) / 1e6
-        self.policy = ranks.placed(policy, device, cfg.precision)
+        self.fit(policy.config)
+        self.policy = self.ready(policy)
         self.simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema,
                                    cfg.simulator.timeout_s)
         self.judge = RulesJudge(cfg.judge.noise, cfg.judge.seed)
@@ -92,6 +94,23 @@ class Run:
         if "bf16" in (cfg.precision, cfg.rollout.precision) and not bf16_runs(device):
             self.say("this CPU has no bfloat16 units: precision bf16 computes in float32 here")
 
+    def fit(self, shape: ModelConfig) -> None:
+        """Say what this rank will hold, and sample only as many rows at a time as fit. Raises ValueError: none do."""
+        limit, world, vocabulary = memory.available(), ranks.world(), self.tokenizer.size
+        rows = memory.fit(self.cfg, shape, world, limit, vocabulary)
+        if rows < self.cfg.rollout.max_rows // self.cfg.rl.group_size * self.cfg.rl.group_size:
+            self.say(f"rollout.max_rows is {rows} here, as more do not fit")
+            self.cfg = override(self.cfg, [f"rollout.max_rows={rows}"])
+        self.say(memory.report(memory.plan(self.cfg, shape, world, vocabulary), limit))
+
+    def ready(self, policy: Policy) -> Policy:
+        """A policy as this run trains it: adapters, recomputed blocks, on its device or sharded."""
+        cfg = self.cfg
+        checkpoint_blocks(policy, cfg.model.checkpoint_blocks)
+        if cfg.lora.rank:
+            add_lora(policy, cfg.lora.rank, cfg.lora.alpha, cfg.lora.targets, cfg.seed)
+        return ranks.placed(policy, self.device, cfg.precision)
+
     def say(self, text: str) -> None:
         if self.lead:
             tqdm.write(text)
@@ -100,7 +119,8 @@ class Run:
     def supervise(self) -> None:
         """SFT: cross-entropy on demonstrations, easy rows first, until copying of arguments is there."""
         cfg, sft = self.cfg, self.cfg.sft
-        found = optimizers(self.policy, sft.optimizer, sft.lr, sft.weight_decay, sft.betas, sft.adam_lr)
+        found = optimizers(self.policy, sft.optimizer, sft.lr, sft.weight_decay, sft.betas, sft.adam_lr,
+                           cfg.optim, cfg.seed)
         limit, gated = self.tasks.sft_steps(), sft.scheduler == "gated"
         first, extra = self.restore("sft", found)
         decay_from = extra.get("decay_from")
@@ -133,8 +153,8 @@ class Run:
     def reinforce(self) -> None:
         """RL: rollouts in the simulator -> HierR and judge -> advantages routed by segment -> clipped loss -> step."""
         cfg, rl = self.cfg, self.cfg.rl
-        found = optimizers(self.policy, "adamw", rl.lr, rl.weight_decay, rl.betas)
-        reference = self.start_of_rl().requires_grad_(False) if cfg.loss.kl_coef > 0 else None
+        found = optimizers(self.policy, "adamw", rl.lr, rl.weight_decay, rl.betas, options=cfg.optim, seed=cfg.seed)
+        reference = self.start_of_rl() if cfg.loss.kl_coef > 0 else None
         first, _ = self.restore("rl", found)
         sampler = make_sampler(self.policy, self.tokenizer, cfg, rl.group_size, rl.prompts_per_step,
                                cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens,
@@ -212,7 +232,7 @@ class Run:
             self.summary, self.started = earlier, self.started - earlier["wall_s"]
         self.log = RunLog(self.folder, self.lead)
         if self.lead:
-            save_config(self.cfg, self.folder / "config.yaml")
+            save_config(self.asked, self.folder / "config.yaml")
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -233,16 +253,17 @@ class Run:
         """Do a stage, save its checkpoint, evaluate it. What an earlier run finished of it is taken from there."""
         folder = self.folder / "checkpoints" / name
         if ranks.gather(folder.exists())[0]:
-            self.policy = ranks.placed(load_policy(folder), self.device, self.cfg.precision)
+            self.policy = self.ready(load_policy(folder, held(self.cfg)))
             self.say(f"{name}: weights taken from {folder}")
         elif name != "before":
             work()
-            state = ranks.full_state(self.policy)
+            state = merged_state(self.policy)
             if self.lead:
                 unfinished = folder.with_name(f".{name}.unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
                 save_state(self.policy.config, state, unfinished, self.tokenizer)
                 checkpoint.publish(unfinished, folder)
+            merge_adapters(self.policy, self.cfg.seed)  # as a run does that takes the stage from its folder
             ranks.gather(None)  # it is there before any rank goes on
         if name not in self.summary:
             self.summary[name] = self.evaluate(self.tasks.heldout).metrics
@@ -251,10 +272,12 @@ class Run:
         self.write_summary()
 
     def start_of_rl(self) -> Policy:
-        """The policy that RL began with, once more: the reference of the KL term."""
+        """The reference of the KL term: the policy that RL began with, once more, or the adapters' base."""
+        if self.cfg.lora.rank:
+            return self.policy
         folder = self.folder / "checkpoints" / "after_sft"
         policy = load_policy(folder) if self.cfg.sft.enabled else build_policy(self.cfg)[1]
-        return ranks.placed(policy, self.device, self.cfg.precision)
+        return ranks.placed(policy, self.device, self.cfg.precision).requires_grad_(False)
 
     def restore(self, phase: str, found: list) -> tuple[int, dict]:
         """Take policy and optimisers from the stage's last good checkpoint -> steps done, what else it kept."""
@@ -313,24 +336,22 @@ class Run:
     def dry_run(self) -> None:
         """The first SFT and the first RL batch, decoded with labels, and what they take. Writes nothing."""
         cfg = self.cfg
-        print("labels before each stretch of text: 0 ignored, 1 tool, 2 summary")
+        self.say("labels before each stretch of text: 0 ignored, 1 tool, 2 summary")
         if cfg.sft.enabled:
             for i, row in enumerate(self.tasks.demonstrations(0)):
                 labels = segment_labels(torch.tensor([[float(w == 1) for w in row.weights]]))[0].tolist()
-                print(f"\ndemonstration {i}, {len(row.ids)} tokens:\n{stretches(row.ids, labels, self.tokenizer)}")
+                self.say(f"\ndemonstration {i}, {len(row.ids)} tokens:\n{stretches(row.ids, labels, self.tokenizer)}")
         if cfg.rl.enabled:
             episodes = rollout(self.policy, self.tokenizer, self.tasks.prompts(0), self.simulator, cfg,
                                cfg.rl.group_size, (cfg.seed, 0), cfg.rollout.temperature)
             for e in episodes[::cfg.rl.group_size]:
-                print(f"\nprompt {e.group}, first of {cfg.rl.group_size} rollouts, {e.prompt_length} + "
-                      f"{e.response_length} tokens, {e.status}:\n{stretches(e.ids, e.labels, self.tokenizer)}")
-            print(f"\n{len(episodes)} rollouts")
+                self.say(f"\nprompt {e.group}, first of {cfg.rl.group_size} rollouts, {e.prompt_length} + "
+                         f"{e.response_length} tokens, {e.status}:\n{stretches(e.ids, e.labels, self.tokenizer)}")
+            self.say(f"\n{len(episodes)} rollouts")
             for name, lengths in (("prompt", [e.prompt_length for e in episodes]),
                                   ("response", [e.response_length for e in episodes])):
-                print(f"{name} tokens: mean {sum(lengths) / len(lengths):.0f}, max {max(lengths)}")
-        size = sum(p.numel() for p in self.policy.parameters()) * 4 / 1e9
-        print(f"weights {size:.3f} GB, gradients {size:.3f} GB, AdamW state {2 * size:.3f} GB, "
-              f"peak memory so far {peak_memory_gb():.2f} GB")
+                self.say(f"{name} tokens: mean {sum(lengths) / len(lengths):.0f}, max {max(lengths)}")
+        self.say(f"peak memory so far {peak_memory_gb():.2f} GB")
 
 
 def estimate(episodes: list[Episode], batch: Batch, cfg: Config) -> Advantages:
@@ -348,11 +369,16 @@ def estimate(episodes: list[Episode], batch: Batch, cfg: Config) -> Advantages:
 def build_policy(cfg: Config):
     """(tokenizer, policy): the folder's, or a fresh policy with the embedded world's tokenizer."""
     if cfg.model.path:
-        return load_tokenizer(cfg.model.path), load_policy(cfg.model.path)
+        return load_tokenizer(cfg.model.path), load_policy(cfg.model.path, held(cfg))
     m, tokenizer = cfg.model, world_tokenizer(cfg.model.vocab_size)
     shape = ModelConfig(m.family, tokenizer.size, m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads,
                         m.num_kv_heads, rope_theta=m.rope_theta)
-    return tokenizer, new_policy(shape, cfg.seed)
+    return tokenizer, new_policy(shape, cfg.seed).to(held(cfg))
+
+
+def held(cfg: Config) -> torch.dtype:
+    """Type that the weights are held in."""
+    return torch.bfloat16 if cfg.model.dtype == "bf16" else torch.float32
 
 
 def peak_memory_gb() -> float:

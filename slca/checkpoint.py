@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slca import ranks
+from slca.lora import merged_tensors
 from slca.model import ModelConfig, Policy
 from slca.tokenizer import load_tokenizer
 from slca.weights import save_state
@@ -253,7 +254,8 @@ def _local(p: Tensor) -> Tensor:
 
 # --- who may go on from it -------------------------------------------------------------------------------------------
 
-FREE = ("threads", "micro_batch_tokens", "checkpoint", "log", "eval", "rl.steps", "rl.epochs", "model.path")
+FREE = ("threads", "micro_batch_tokens", "checkpoint", "log", "eval", "rl.steps", "rl.epochs", "model.path",
+        "rollout.max_rows")
 
 
 def refuse_other_config(folder: Path, theirs: dict, ours: dict) -> None:
@@ -275,12 +277,13 @@ def _flat(tree: dict, path: str = "") -> dict:
 
 
 def export(folder: Path, out: Path) -> None:
-    """A checkpoint's weights, config and tokenizer in Hugging Face's layout, from however many ranks."""
-    model = read_state(folder)["model"]
+    """A checkpoint's weights (adapters merged), config and tokenizer in Hugging Face's layout, from any ranks."""
+    found = read_state(folder)
     with _Shards(folder) as shards:
         state = {name.removeprefix("model."): shards.rows_of(name, None) for name in shards.rows
                  if name.startswith("model.")}
-    save_state(ModelConfig.from_hf(model), state, out, load_tokenizer(folder))
+    state = merged_tensors(state, found["config"]["lora"]["alpha"])
+    save_state(ModelConfig.from_hf(found["model"]), state, out, load_tokenizer(folder))
 
 
 if __name__ == "__main__":

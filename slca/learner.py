@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from slca import ranks
 from slca.config import Config
+from slca.lora import adapters_off
 from slca.loss import kl_loss, policy_loss
 from slca.model import Packed, Policy, RowBlock, bf16_runs, linear
 from slca.optim import optimizer_step
@@ -293,6 +294,7 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
                   rows: Sequence[int], vocabulary: int, cfg: Config) -> dict[str, float]:
     """One optimiser update on these rows of the batch, and those of the other ranks -> metrics over all of them.
 
+    reference: of the KL term; the policy itself where it has adapters, which are then left out.
     The denominators are those of the whole update and known before its first backward, so micro-batches and ranks
     change nothing. Rows without any advantage stay in the denominators, but are not run where no KL term needs them.
     Raises FloatingPointError where loss or gradient is not finite.
@@ -314,7 +316,7 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
         if not part:
             no_work(policy, cfg.precision).backward()
             if loss_cfg.kl_coef > 0:
-                with torch.no_grad():
+                with torch.no_grad(), adapters_off(reference):
                     no_work(reference, cfg.precision)
             continue
         tokens_in = sum(batch.lengths[i] for i in part)
@@ -328,7 +330,7 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
                              loss_cfg.aggregation, norm_length, labels=labels, **counts)
         loss = result.loss
         if loss_cfg.kl_coef > 0:
-            with torch.no_grad(), phases("log-probabilities", tokens_in):
+            with torch.no_grad(), adapters_off(reference), phases("log-probabilities", tokens_in):
                 ref = batch.logprobs_of(reference, part, vocabulary, cfg)
             kl = kl_loss(logp, ref, mask, loss_cfg.kl_kind, loss_cfg.aggregation, norm_length, labels=labels, **counts)
             loss = loss + loss_cfg.kl_coef * kl.loss

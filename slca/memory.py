@@ -162,34 +162,35 @@ def _scores(shape: ModelConfig, s: Sizes, m: Pass, device: str) -> float:
 
 
 def learner_bytes(cfg: Config, shape: ModelConfig, s: Sizes, m: Pass, vocabulary: int, device: str) -> float:
-    """Peak of one forward and backward pass beyond weights and gradients."""
-    block, layers = block_bytes(shape, s, m, device), shape.num_hidden_layers
-    kept = m.tokens * shape.hidden_size * s.residual * (layers + 2) if cfg.model.checkpoint_blocks else (
-        block * layers + 2 * m.tokens * shape.hidden_size * s.residual)
+    """Peak of one forward and backward pass beyond weights and gradients, and what is gathered of them."""
+    block, layers, hidden = block_bytes(shape, s, m, device), shape.num_hidden_layers, m.tokens * shape.hidden_size
+    recomputed = cfg.model.checkpoint_blocks
+    kept = hidden * s.residual * (layers + 2) if recomputed else block * layers + 2 * hidden * s.residual
     groups = shape.num_attention_heads // shape.num_key_value_heads
     kept += m.rows * m.width * (m.prompt + m.width) * (groups * s.compute + 1)  # the masks of rows, as bias and as bool
-    kept += m.tokens * shape.hidden_size * (s.residual + 2 * s.compute)  # what the head reads
+    kept += hidden * (s.residual + 2 * s.compute)  # what the head reads
     # autocast casts weights that are float32 here: trained ones once a pass, frozen ones at each use
-    cast = 2 * s.matrices if s.compute < s.held and not s.gathered else 0
-    table = vocabulary * shape.hidden_size
-    head = table * s.compute * (s.compute < s.held and not s.gathered)
-    logits = min(4096, max(256, CHUNK_LOGITS // vocabulary)) * vocabulary * (4 + 2 * s.compute)
-    own = s.gathered or s.held  # of a gradient, before it is summed over the ranks
-    of_head = 0 if s.adapters else table * (4 + max(own, s.compute))  # float32 sum, and its next summand or its cast
-    waits = 0 if s.adapters or not shape.tie_word_embeddings else shape.hidden_size * shape.vocab_size * own
-    work = (2 * shape.intermediate_size * s.compute + shape.hidden_size * s.residual) * m.tokens
-    work += shape.intermediate_size * shape.hidden_size * (6 if s.compute == 2 else 4) * (not s.adapters)
-    reduce = 0 if s.adapters else s.gathered and 2 * (s.gathered + 4) * s.matrices / layers  # in flight over the ranks
-    if cfg.model.checkpoint_blocks:
-        forward = cast * (not s.adapters) + max(head + logits, 3 * shape.intermediate_size * s.compute * m.tokens)
-        return kept + max(forward, head + of_head + logits, waits + block + work + reduce, _root_reduce(s))
-    reference = cast * (cfg.loss.kl_coef > 0) + work  # its pass runs while this one's activations are there
-    return kept + cast + head + max(logits + of_head, waits + work + reduce, reference, _root_reduce(s) - kept)
-
-
-def _root_reduce(s: Sizes) -> float:
-    """Embedding's and head's gradients, and the float32 they are summed in over the ranks; after all blocks."""
-    return 0 if s.adapters or not s.gathered else s.tables * (s.gathered + 4)
+    casts = s.compute < s.held and not s.gathered
+    cast, table = 2 * s.matrices * casts, vocabulary * shape.hidden_size
+    kept += table * s.compute * casts  # the head's
+    logits = min(4096, max(256, CHUNK_LOGITS // vocabulary)) * vocabulary * (8 + s.compute % 4)
+    mlp = shape.intermediate_size * m.tokens * s.compute
+    if s.adapters:
+        of_head = waits = of_matrix = reduce = last = 0
+    else:
+        own = s.gathered or s.held  # of a gradient's element, before it is summed over the ranks
+        of_head = table * (4 + max(own, s.compute))  # float32 sum, and its next summand or its cast
+        waits = s.table * own * shape.tie_word_embeddings  # the head's gradient, until the embedding's comes
+        of_matrix = shape.intermediate_size * shape.hidden_size * (4 + s.compute % 4)
+        reduce = s.gathered and 2 * (s.gathered + 4) * s.matrices / layers  # two blocks on their way over the ranks
+        last = max(s.table * own * (3 if shape.tie_word_embeddings else 1),  # the embedding's, both, and their sum
+                   s.gathered and s.tables * (s.gathered + 4))
+    work = 2 * mlp + hidden * s.residual + of_matrix + waits + reduce
+    if recomputed:
+        forward = max(logits, 3 * mlp) + cast * (not s.adapters)
+        return max(kept + max(forward, logits + of_head, block + work), last)
+    reference = (cast + 3 * mlp) * (cfg.loss.kl_coef > 0)  # its pass runs while this one's activations are there
+    return max(kept + cast + max(logits + of_head, work, reference), last)
 
 
 def _optimiser_state(cfg: Config, s: Sizes) -> list[float]:

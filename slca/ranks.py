@@ -97,16 +97,6 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def full_state(policy: Policy) -> dict[str, Tensor]:
-    """All weights in full on the CPU of rank 0, under the names of Hugging Face; empty on the others."""
-    found = {}
-    for name, p in policy.named_parameters():
-        t = whole(p.detach())
-        if rank() == 0:
-            found[name] = t.cpu()
-    return found
-
-
 def split_like(t: Tensor, like: Tensor) -> Tensor:
     """A tensor that is the same on all ranks, sharded as another is."""
     return distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None) if isinstance(

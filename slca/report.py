@@ -244,6 +244,8 @@ def stretches(ids: list[int], marks: list, tokenizer) -> str:
     parts, start = [], 0
     for i in range(1, len(ids) + 1):
         if i == len(ids) or marks[i] != marks[start]:
-            parts.append(f"[{marks[start]} x {i - start}] {tokenizer.decode(ids[start:i])}")
+            text = "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}"  # no escape reaches a terminal
+                           for c in tokenizer.decode(ids[start:i]))
+            parts.append(f"[{marks[start]} x {i - start}] {text}")
             start = i
     return "\n".join(parts)

@@ -21,6 +21,7 @@ from slca.config import Config, override
 from slca.data.vocabulary import world_tokenizer
 from slca.data.world import World
 from slca.learner import Batch, policy_update
+from slca.lora import merged_state
 from slca.model import ModelConfig, new_policy
 from slca.optim import optimizers
 from slca.rewards import HierR
@@ -71,7 +72,7 @@ def updates(tokenizer, folder: Path, replay: list | None) -> None:
             every = [e for part in ranks.gather([plain(e) for e in episodes]) for e in part]
             kept[name].append(sorted(every, key=lambda e: (e["group"], e["member"])))
             found[name].append(run.update(found_optimizers, reference, batch))
-        state = ranks.full_state(policy)
+        state = merged_state(policy)
         if ranks.rank() == 0:
             save_file(state, folder / f"{name}.safetensors")
     if ranks.rank() == 0:
