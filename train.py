@@ -40,7 +40,7 @@ from slca.model import ModelConfig, Policy, bf16_runs, checkpoint_blocks, new_po
 from slca.optim import optimizers, set_rate
 from slca.page import write_report
 from slca.phases import phases
-from slca.report import RunLog, best_and_worst, console_line, final_table, record, stretches
+from slca.report import RunLog, best_and_worst, console_line, final_table, read_metrics, record, stretches
 from slca.rollout import Episode, make_sampler, rollout
 from slca.segments import segment_labels
 from slca.sft import cosine_share, rate_share, sft_step
@@ -54,7 +54,9 @@ def main() -> None:
     out = Path(args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
     if args.resume and not args.out:
         raise SystemExit("error: --resume needs --out with the folder of an earlier run")
-    earlier = args.resume and (out / "config.yaml").is_file()  # not there: killed before it began, so it begins now
+    earlier = args.resume and (out / "config.yaml").is_file()
+    if args.resume and not earlier:
+        print(f"{out} holds no run yet: it begins")  # killed before it began, or another folder was meant
     files = args.config or [out / "config.yaml" if earlier else Path(__file__).parent / "configs" / "tiny.yaml"]
     cfg = load_config(files, args.set)
     device = ranks.start()
@@ -225,12 +227,23 @@ class Run:
         used = self.folder.exists() and any(self.folder.iterdir())
         if ranks.gather(used)[0] and not resume:
             raise SystemExit(f"{self.folder} is not empty: give another --out, or --resume to go on from its stages")
-        if resume and (self.folder / "summary.json").exists():
-            earlier = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-            if earlier["seed"] != self.cfg.seed:
-                raise SystemExit(f"error: {self.folder} is a run of seed {earlier['seed']}, not {self.cfg.seed}")
-            self.summary, self.started = earlier, self.started - earlier["wall_s"]
+        path = self.folder / "summary.json"
+        if resume and path.exists():
+            try:
+                earlier = json.loads(path.read_text(encoding="utf-8"))
+                seed, wall = earlier["seed"], earlier["wall_s"]
+            except (ValueError, KeyError, TypeError):
+                self.say(f"{path} cannot be read: its evaluations are done again")
+            else:
+                if seed != self.cfg.seed:
+                    raise SystemExit(f"error: {self.folder} is a run of seed {seed}, not {self.cfg.seed}")
+                self.summary, self.started = earlier, self.started - wall
         self.log = RunLog(self.folder, self.lead)
+        if not resume or not (self.folder / "config.yaml").exists():
+            self.write_config()
+
+    def write_config(self) -> None:
+        """At the start, and when a resumed run has been found to go on with this configuration."""
         if self.lead:
             save_config(self.asked, self.folder / "config.yaml")
 
@@ -253,11 +266,20 @@ class Run:
         """Do a stage, save its checkpoint, evaluate it. What an earlier run finished of it is taken from there."""
         folder = self.folder / "checkpoints" / name
         if ranks.gather(folder.exists())[0]:
-            self.policy = self.ready(load_policy(folder, held(self.cfg)))
+            policy = load_policy(folder, held(self.cfg))
+            if policy.config != self.policy.config:
+                raise ValueError(f"{folder} is of another shape ({policy.config}) than the configuration's policy "
+                                 f"({self.policy.config})")
+            self.policy = self.ready(policy)
             self.say(f"{name}: weights taken from {folder}")
+            steps = sum(row["phase"] == "rl" for row in read_metrics(self.folder))
+            if name == "after_rl" and steps != self.tasks.rl_steps():
+                self.say(f"warning: RL ended with {steps} steps; to go on to {self.tasks.rl_steps()} remove {folder}")
         elif name != "before":
             work()
             state = merged_state(self.policy)
+            if not self.settled():
+                raise OSError(f"{self.log.path}: the last lines could not be written")
             if self.lead:
                 unfinished = folder.with_name(f".{name}.unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -283,10 +305,12 @@ class Run:
         """Take policy and optimisers from the stage's last good checkpoint -> steps done, what else it kept."""
         last = checkpoint.latest(self.folder / "checkpoints", phase, self.say)
         if last is None:
+            self.write_config()
             self.log.rewind(phase, 0)  # the lines of a stage that was cut off
             return 0, {}
         folder, state = last
         checkpoint.refuse_other_config(folder, state["config"], json.loads(json.dumps(to_dict(self.cfg))))
+        self.write_config()
         checkpoint.load(folder, self.policy, found)
         self.log.rewind(phase, state["step"])
         self.say(f"{phase}: goes on after step {state['step']}, from {folder}")
@@ -299,6 +323,8 @@ class Run:
         stop = int(ranks.all_max({"signal": self.signal})["signal"])
         if stop or every and step % every == 0:
             try:
+                if not self.settled():
+                    raise OSError("lines of metrics.jsonl wait to be written")
                 folder = checkpoint.save(self.folder / "checkpoints", phase, step, self.policy, found, self.tokenizer,
                                          to_dict(self.cfg), extra, cfg.keep)
                 if stop:
@@ -310,6 +336,13 @@ class Run:
         if stop:
             ranks.end()
             raise SystemExit(128 + stop)
+
+    def settled(self) -> bool:
+        """Has the disk every metric line so far? A checkpoint that is ahead of them would lose them."""
+        done = self.log.flush()
+        if self.lead and done and self.log.path.exists():
+            checkpoint.sync(self.log.path)
+        return ranks.gather(done)[0]
 
     def write_summary(self) -> None:
         self.summary["wall_s"] = round(time.time() - self.started, 1)
@@ -326,8 +359,6 @@ class Run:
         raise SystemExit(f"error: {phase.upper()} step {step}: {error}; the batch is in {path}")
 
     def finish(self) -> None:
-        if not self.log.flush():
-            raise OSError(f"{self.log.path}: the last lines could not be written")
         if self.lead:
             print(final_table(self.summary))
             print(f"{self.summary['wall_s'] / 60:.1f} minutes, {peak_memory_gb():.1f} GB; "

@@ -32,7 +32,7 @@ from slca.model import ModelConfig, Policy
 from slca.tokenizer import load_tokenizer
 from slca.weights import save_state
 
-NAME = re.compile(r"(sft|rl)-\d{6,}")
+NAME, FILE = re.compile(r"(sft|rl)-\d{6,}"), re.compile(r"rank-\d{5,}\.safetensors")
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
@@ -80,7 +80,7 @@ def save(root: Path, phase: str, step: int, policy: Policy, optimizers: Optimize
             elif lead:
                 own[name], rows[name] = t.cpu().contiguous(), [0, *t.shape]
         save_file(own, file, metadata={"rows": json.dumps(rows)})  # of each tensor: first row here, whole shape
-        _sync(file)
+        sync(file)
         return {"bytes": file.stat().st_size, "crc32": crc(file)}
 
     written = _on_all(shard)
@@ -91,20 +91,31 @@ def save(root: Path, phase: str, step: int, policy: Policy, optimizers: Optimize
                  "files": {f"rank-{r:05d}.safetensors": w for r, w in enumerate(written)}}
         (part / "state.json").write_text(json.dumps({"crc32": _state_crc(state), "state": state}), encoding="utf-8")
         publish(part, final)
-        for old in sorted(p for p in root.glob(f"{phase}-*") if NAME.fullmatch(p.name))[:-keep]:
+        there = by_step(root, phase)
+        later = [p for p in there if _number(p) > step]  # passed over as damaged, or this step would not come now
+        for old in later + there[:len(there) - len(later) - keep]:
             shutil.rmtree(old, ignore_errors=True)
 
     _on_all(lambda: lead and finish())
     return final
 
 
+def by_step(root: Path, phase: str) -> list[Path]:
+    """A phase's checkpoints, earliest first."""
+    return sorted((p for p in root.glob(f"{phase}-*") if NAME.fullmatch(p.name)), key=_number)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.split("-")[1])
+
+
 def publish(part: Path, final: Path) -> None:
     """Rename a finished folder to the name that counts, once the disk has all of it."""
     for path in (*part.iterdir(), part):
-        _sync(path)
+        sync(path)
     shutil.rmtree(final, ignore_errors=True)
     part.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _on_all(work) -> list:
@@ -126,7 +137,7 @@ def _fresh(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until the disk has it."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -156,11 +167,17 @@ def read_state(folder: Path) -> dict:
         state = found["state"]
         if found["crc32"] != _state_crc(state):
             raise CheckpointError("state.json is damaged")
+        files, kinds = state["files"], {"files": dict, "config": dict, "extra": dict, "model": dict, "step": int}
+        if not (all(type(state[key]) is kind for key, kind in kinds.items()) and files and state["step"] >= 0
+                and all(FILE.fullmatch(name) for name in files)):
+            raise CheckpointError("state.json is not that of a checkpoint")
+        if {p.name for p in folder.glob("rank-*.safetensors")} != files.keys():
+            raise CheckpointError("its files are not those that state.json names")
         for name, want in state["files"].items():
             path = folder / name
-            if path.stat().st_size != want["bytes"] or crc(path) != want["crc32"]:
+            if path.is_symlink() or path.stat().st_size != want["bytes"] or crc(path) != want["crc32"]:
                 raise CheckpointError(f"{name} is damaged")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return state
 
@@ -169,7 +186,7 @@ def latest(root: Path, phase: str, say=print) -> tuple[Path, dict] | None:
     """The last good checkpoint of a phase and its state; damaged ones are named and passed over. Rank 0 looks."""
     found = None
     if ranks.rank() == 0:
-        for folder in sorted((p for p in root.glob(f"{phase}-*") if NAME.fullmatch(p.name)), reverse=True):
+        for folder in reversed(by_step(root, phase)):
             try:
                 found = [str(folder), read_state(folder)]
                 break
@@ -254,7 +271,7 @@ def _local(p: Tensor) -> Tensor:
 
 # --- who may go on from it -------------------------------------------------------------------------------------------
 
-FREE = ("threads", "micro_batch_tokens", "checkpoint", "log", "eval", "rl.steps", "rl.epochs", "model.path",
+FREE = ("threads", "micro_batch_tokens", "checkpoint", "log", "eval.every", "rl.steps", "rl.epochs",
         "rollout.max_rows")
 
 

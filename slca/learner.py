@@ -6,6 +6,7 @@ whatever the compute type. Left out: the formulas of the loss (`loss.py`) and an
 """
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -276,6 +277,12 @@ def no_work(policy: Policy, precision: str) -> Tensor:
     return token_logprobs(policy, ids, mask, 1, precision=precision).sum() * 0
 
 
+def refuse_not_finite(name: str, value: float) -> None:
+    """Raises FloatingPointError on every rank where the value is not finite on one: none is left in a collective."""
+    if ranks.all_max({"bad": not math.isfinite(value)})["bad"]:
+        raise FloatingPointError(f"{name} {value}" + " on another rank" * math.isfinite(value))
+
+
 @torch.no_grad()
 def all_logprobs(policy: Policy, batch: Batch, vocabulary: int, cfg: Config) -> Tensor:
     """Log-probabilities of all policy tokens under `policy`, float32 [B,T], 0 elsewhere."""
@@ -314,10 +321,11 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
     parts = batch.parts(work, cfg.micro_batch_tokens)
     for part in parts:
         if not part:
-            no_work(policy, cfg.precision).backward()
-            if loss_cfg.kl_coef > 0:
+            nothing = no_work(policy, cfg.precision)
+            if loss_cfg.kl_coef > 0:  # in the order of the ranks that have work: each pass is a collective
                 with torch.no_grad(), adapters_off(reference):
                     no_work(reference, cfg.precision)
+            nothing.backward()
             continue
         tokens_in = sum(batch.lengths[i] for i in part)
         with phases("log-probabilities", tokens_in):
@@ -335,8 +343,6 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
             kl = kl_loss(logp, ref, mask, loss_cfg.kl_kind, loss_cfg.aggregation, norm_length, labels=labels, **counts)
             loss = loss + loss_cfg.kl_coef * kl.loss
             sums["kl"] += float(kl.token_kl.detach().sum())
-        if not torch.isfinite(loss):
-            raise FloatingPointError(f"policy loss {loss.item()}")
         with phases("backward", tokens_in):
             loss.backward()
         n = int(mask.sum())
@@ -346,6 +352,7 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
         sums["logprob_gap"] += float(gap.sum())
         for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):
             sums[name] += float(getattr(result, name)) * n
+    refuse_not_finite("policy loss", sums["loss"])
     with phases("optimiser"):
         norm = optimizer_step(policy, found, rl.grad_clip) if parts else 0.0
     sums, widest = ranks.all_sum(sums | {"tokens": tokens}), ranks.all_max({"widest": widest})["widest"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slca.model import Linear, Policy, linear
-from slca.ranks import split_like, whole
+from slca.ranks import rank, split_like, whole
 
 
 class LoRALinear(Linear):
@@ -105,19 +105,25 @@ def whole_weight(policy: Policy, name: str) -> Tensor:
 
 @torch.no_grad()
 def merged_state(policy: Policy) -> dict[str, Tensor]:
-    """Plain checkpoint names -> whole tensors in the weights' own type, adapters merged; every rank must ask.
+    """Plain checkpoint names -> whole weights in their own type, adapters merged, on the CPU of rank 0.
 
-    What was gathered from several ranks is on the CPU.
+    Empty on the other ranks, which all must ask.
     """
-    return {name: whole_weight(policy, name).to("cpu" if isinstance(p, DTensor) else p.device, p.dtype)
-            for name, p in policy.named_parameters() if not name.endswith((".lora_a", ".lora_b"))}
+    found = {}
+    for name, p in policy.named_parameters():
+        if not name.endswith((".lora_a", ".lora_b")):
+            t = whole_weight(policy, name)
+            if rank() == 0:
+                found[name] = t.to("cpu", p.dtype)
+    return found
 
 
 @torch.no_grad()
 def merge_adapters(policy: Policy, seed: int) -> None:
-    """Take the adapters into the weights (rounded to their type) and start new ones: between two stages of a run.
+    """Take the adapters into the weights (rounded to their type) and start anew: a stage of a run ends so.
 
-    The policy samples as before, and what `adapters_off` gives is now this policy.
+    The policy samples as before, what `adapters_off` gives is now this policy, and it is the one that `add_lora` with
+    this seed makes of its checkpoint.
     """
     draw = torch.Generator().manual_seed(seed)
     for module in adapters(policy):

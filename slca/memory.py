@@ -15,13 +15,12 @@ import torch
 
 from slca.config import Config, ConfigError, override
 from slca.learner import CHUNK_LOGITS, POSITION_STEP
-from slca.model import ModelConfig, Policy, bf16_runs
+from slca.model import PLAIN_SCORES, ModelConfig, Policy, bf16_runs
 from slca.optim import CHUNK
 from slca.sampler import GROUP_STEP, PREFILL_TOKENS, WIDTH_STEP, Sampler, rounded
 
 SPARE = 0.08  # of the available memory
 BATCH_BYTES = 3 * 8 + 3 * 4  # of a token in `Batch`: ids, labels, mask; two log-probabilities, advantage
-EVALUATED = 256  # rows of a validation that may be asked for at a time (evaluation/toucan.py)
 
 
 @dataclass
@@ -50,58 +49,66 @@ class Sizes:
 
 def sizes(cfg: Config, shape: ModelConfig, world: int, device: str) -> Sizes:
     with torch.device("meta"):
-        policy = Policy(shape)
-    named = {n: p for n, p in policy.named_parameters()}
-    inside = [p for n, p in named.items() if p.ndim == 2 and n.startswith("model.layers")]
-    outside = [p for n, p in named.items() if p.ndim == 2 and not n.startswith("model.layers")]
-    adapters = sum(cfg.lora.rank * sum(p.shape) for n, p in named.items()
-                   if p.ndim == 2 and n.split(".")[-2] in cfg.lora.targets)
+        policy = Policy(replace(shape, num_hidden_layers=1))
+    block = dict(policy.model.layers[0].named_parameters())
+    matrices = {n.split(".")[-2]: p for n, p in block.items() if p.ndim == 2}
+    inside, outside = ([p.numel() for p in found if p.ndim < 2] for found in (block.values(), policy.parameters()))
+    vectors = sum(outside) + sum(inside) * (shape.num_hidden_layers - 1)
+    adapters = sum(cfg.lora.rank * sum(p.shape) for n, p in matrices.items() if n in cfg.lora.targets)
+    table = shape.vocab_size * shape.hidden_size
     units = device == "cuda" or bf16_runs(torch.device("cpu"))
     held = 2 if cfg.model.dtype == "bf16" else 4
     compute = 2 if held == 2 or cfg.precision == "bf16" and units else 4
-    return Sizes(sum(p.numel() for p in inside), sum(p.numel() for p in outside), shape.vocab_size * shape.hidden_size,
-                 sum(p.numel() for p in named.values() if p.ndim < 2), adapters, held, compute,
+    return Sizes(sum(p.numel() for p in matrices.values()) * shape.num_hidden_layers,
+                 table * (1 if shape.tie_word_embeddings else 2), table, vectors, adapters * shape.num_hidden_layers,
+                 held, compute,
                  compute if world > 1 else held,  # gathered weights have the compute type, and so the residual stream
                  compute if world > 1 else 0, 2 if held == 2 or cfg.rollout.precision == "bf16" and units else 4)
 
 
 def plan(cfg: Config, shape: ModelConfig, world: int, tokenizer_size: int | None = None,
          device: str | None = None) -> dict[str, float]:
-    """Bytes a rank, which add up to the peak. tokenizer_size: ids the head is cut to; device: "cuda" or "cpu".
+    """Bytes a rank by what they are for, and their "peak". tokenizer_size: ids the head is cut to; device: cuda or cpu.
 
-    `sampling` is what sampling or a validation needs beyond the learner's own (gradients, batch, gathered weights,
-    activations), which are not there at that time.
+    weights, optimiser, reference and batch are always there; gradients, gathered weights and activations only while
+    learning; sampling's and validation's intermediates only then. Rollout copy and KV cache stay if rollout.keep_copy.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     s, c = sizes(cfg, shape, world, device), cfg.rollout
     vocabulary = min(shape.vocab_size, tokenizer_size or shape.vocab_size)
-    group_size, groups = cfg.rl.group_size, max(1, c.max_rows // cfg.rl.group_size)
-    prompts = ceil(cfg.rl.prompts_per_step / world)
-    groups = min(groups, prompts)
+    prompts, group_size = ceil(cfg.rl.prompts_per_step / world), cfg.rl.group_size
+    groups = max(1, min(prompts, c.max_rows // group_size))
+
+    def cache(*how: int) -> float:
+        return sum(cache_bytes(shape, s.sampled, *size) for size in reserved(*how, device))
+
     found = {
         "weights": (s.weights * s.held + s.adapters * 4) / world,
         "gradients": s.trained * 4 / world,
         "optimiser": max(_optimiser_state(cfg, s)) / world,
         "reference": s.weights * s.held / world * (cfg.rl.enabled and cfg.loss.kl_coef > 0 and not s.adapters),
+        "batch": BATCH_BYTES * prompts * group_size * (c.max_prompt_tokens + c.max_response_tokens),
         # embedding, head and two blocks: the one that runs and the next
         "gathered": s.gathered * (s.tables + 2 * s.matrices / shape.num_hidden_layers),
-        "batch": BATCH_BYTES * prompts * group_size * (c.max_prompt_tokens + c.max_response_tokens),
         "activations": max(*(learner_bytes(cfg, shape, s, part, vocabulary, device) for part in passes(cfg, world)),
                            _optimiser_step(cfg, s, world, device)),
         "rollout copy": _packed(s, device),
-        "KV cache": sum(cache_bytes(shape, s.sampled, slots, columns) for slots, columns in reserved(
-            group_size, groups, prompts, c.max_prompt_tokens, c.max_response_tokens, device)),
+        "KV cache": cache(group_size, groups, prompts, c.max_prompt_tokens, c.max_response_tokens),
+        "sampling": max(s.table * (s.held + s.sampled),  # the largest weight while it is packed
+                        sampler_bytes(shape, s, groups * group_size, c.max_prompt_tokens, c.max_response_tokens,
+                                      vocabulary)),
     }
-    # a validation packs the weights again, and its rows hold their prompts themselves
-    rows = min(c.max_rows, ceil(EVALUATED / world), ceil(max(cfg.data.eval_tasks, cfg.data.validation_tasks) / world))
+    # a validation has a sampler of its own
     length = cfg.eval.max_prompt_tokens + cfg.eval.max_response_tokens
-    validation = _packed(s, device) + sum(cache_bytes(shape, s.sampled, slots, columns) for slots, columns in reserved(
-        1, rows, rows, cfg.eval.max_prompt_tokens, cfg.eval.max_response_tokens, device)) + sampler_bytes(
+    tasks = min(256, max(cfg.data.eval_tasks, cfg.data.validation_tasks))  # evaluation/toucan.py takes 256 at a time
+    rows = sampler_rows(cfg, 1, ceil(tasks / world), length, world, device)
+    found["validation"] = _packed(s, device) + cache(1, rows, rows, cfg.eval.max_prompt_tokens,
+                                                     cfg.eval.max_response_tokens) + sampler_bytes(
         shape, s, rows, 0, length, vocabulary)
-    sampling = sampler_bytes(shape, s, groups * group_size, c.max_prompt_tokens, c.max_response_tokens, vocabulary)
-    learner = sum(found[name] for name in ("gradients", "batch", "gathered", "activations"))
-    # packing has one tensor whole as it is held, and once more as it is sampled
-    found["sampling"] = max(0.0, max(validation, sampling, s.table * (s.held + s.sampled)) - learner)
+    always = sum(found[name] for name in ("weights", "optimiser", "reference", "batch"))
+    copy = found["rollout copy"] + found["KV cache"]
+    learner = found["gradients"] + found["gathered"] + found["activations"]
+    found["peak"] = always + max(copy + found["sampling"], copy * c.keep_copy + max(learner, found["validation"]))
     return found
 
 
@@ -150,15 +157,16 @@ def block_bytes(shape: ModelConfig, s: Sizes, m: Pass, device: str) -> float:
     row_columns, prompt_columns = m.rows * m.width, m.prompts * m.prompt
     return (m.tokens * tokens + s.compute * (
         3 * q * prompt_columns  # keys and values repeated for every query head; output
-        + 2 * q * row_columns + 2 * kv * m.rows * (m.prompt + m.width))  # q, output; keys, values with the prompt's
-        + _scores(shape, s, m, device))
+        + 2 * q * row_columns + 2 * kv * m.rows * (m.prompt + m.width)  # q, output; keys, values with the prompt's
+        + shape.num_attention_heads * _scores(s, m, device)))
 
 
-def _scores(shape: ModelConfig, s: Sizes, m: Pass, device: str) -> float:
-    """Attention on a CPU in bfloat16 keeps its weights where it is plain (`model.attend`)."""
+def _scores(s: Sizes, m: Pass, device: str) -> int:
+    """What a head keeps of its scores: nothing, but for short bfloat16 blocks on a CPU (`model.attend`)."""
     if device == "cuda" or s.compute == 4:
         return 0
-    return 2 * shape.num_attention_heads * (m.rows * m.width * (m.prompt + m.width) + m.prompts * m.prompt ** 2)
+    blocks = ((m.rows, m.width, m.prompt + m.width), (m.prompts, m.prompt, m.prompt))
+    return sum(count * n * span for count, n, span in blocks if n * span <= PLAIN_SCORES)
 
 
 def learner_bytes(cfg: Config, shape: ModelConfig, s: Sizes, m: Pass, vocabulary: int, device: str) -> float:
@@ -172,14 +180,14 @@ def learner_bytes(cfg: Config, shape: ModelConfig, s: Sizes, m: Pass, vocabulary
     # autocast casts weights that are float32 here: trained ones once a pass, frozen ones at each use
     casts = s.compute < s.held and not s.gathered
     cast, table = 2 * s.matrices * casts, vocabulary * shape.hidden_size
-    kept += table * s.compute * casts  # the head's
-    logits = min(4096, max(256, CHUNK_LOGITS // vocabulary)) * vocabulary * (8 + s.compute % 4)
+    chunk = min(4096, max(256, CHUNK_LOGITS // vocabulary)) * vocabulary
+    head = chunk * (8 + s.compute % 4) + table * s.compute * casts  # logits, also in float32, and their exponentials
     mlp = shape.intermediate_size * m.tokens * s.compute
     if s.adapters:
         of_head = waits = of_matrix = reduce = last = 0
     else:
         own = s.gathered or s.held  # of a gradient's element, before it is summed over the ranks
-        of_head = table * (4 + max(own, s.compute))  # float32 sum, and its next summand or its cast
+        of_head = table * (4 + max(own, s.compute)) - 4 * chunk  # float32 sum, and its next summand or its cast
         waits = s.table * own * shape.tie_word_embeddings  # the head's gradient, until the embedding's comes
         of_matrix = shape.intermediate_size * shape.hidden_size * (4 + s.compute % 4)
         reduce = s.gathered and 2 * (s.gathered + 4) * s.matrices / layers  # two blocks on their way over the ranks
@@ -187,10 +195,10 @@ def learner_bytes(cfg: Config, shape: ModelConfig, s: Sizes, m: Pass, vocabulary
                    s.gathered and s.tables * (s.gathered + 4))
     work = 2 * mlp + hidden * s.residual + of_matrix + waits + reduce
     if recomputed:
-        forward = max(logits, 3 * mlp) + cast * (not s.adapters)
-        return max(kept + max(forward, logits + of_head, block + work), last)
+        forward = max(head, 3 * mlp) + cast * (not s.adapters)
+        return max(kept + max(forward, head + of_head, block + work), last)
     reference = (cast + 3 * mlp) * (cfg.loss.kl_coef > 0)  # its pass runs while this one's activations are there
-    return max(kept + cast + max(logits + of_head, work, reference), last)
+    return max(kept + cast + max(head + of_head, work, reference), last)
 
 
 def _optimiser_state(cfg: Config, s: Sizes) -> list[float]:
@@ -212,9 +220,25 @@ def _optimiser_step(cfg: Config, s: Sizes, world: int, device: str) -> float:
 
 # --- sampling --------------------------------------------------------------------------------------------------------
 
+def sampler_rows(cfg: Config, group_size: int, groups: int, max_len: int, world: int, device: str) -> int:
+    """Slots of a rank's sampler for that many groups: whole ones, `rollout.max_rows` at most, but one at least.
+
+    Groups of one (an evaluation) hold a prompt a row; there are no more than fit into the cache that training takes.
+    """
+    c = cfg.rollout
+    rows = group_size * max(1, min(groups, c.max_rows // group_size))
+    if group_size > 1:
+        return rows
+    prompts = ceil(cfg.rl.prompts_per_step / world)
+    training = sum(slots * columns for slots, columns in reserved(
+        cfg.rl.group_size, max(1, min(prompts, c.max_rows // cfg.rl.group_size)), prompts, c.max_prompt_tokens,
+        c.max_response_tokens, device))
+    return max(1, min(rows, training // reserved(1, 1, 1, 0, max_len, device)[0][1]))
+
+
 def reserved(group_size: int, groups: int, prompts: int, prompt: int, response: int,
              device: str) -> list[tuple[int, int]]:
-    """(slots, columns) of the row cache and of the prompt cache for so many groups at a time, as the sampler sizes them.
+    """(slots, columns) of the row cache and of the prompt cache for so many groups at a time, as the sampler has them.
 
     A group of one holds its prompt in the row's own slot. There are up to twice as many slots for prompts, since one
     whose last rows still run keeps its own while the next group starts; prompts: how many come in all.
@@ -300,14 +324,13 @@ def _number(path: Path) -> int | None:
 
 def report(found: dict[str, float], limit: float | None = None) -> str:
     """A table of a plan in GB (1e9 bytes), for the start of a run."""
-    lines = [f"{name:14}{size / 1e9:8.2f} GB" for name, size in found.items() if size]
-    lines.append(f"{'in all':14}{sum(found.values()) / 1e9:8.2f} GB" + (
-        "" if limit is None else f" of {limit / 1e9:.2f} GB available"))
-    return "memory of a rank at its peak:\n" + "\n".join(lines)
+    end = "" if limit is None else f" of {limit / 1e9:.2f} GB available"
+    return "memory of a rank, planned:\n" + "\n".join(
+        f"  {name:13}{size / 1e9:8.2f} GB" for name, size in found.items() if size) + end
 
 
 HELPS = ("model.checkpoint_blocks=true", "model.dtype=bf16", "optim.state=bf16", "optim.offload=true", "precision=bf16",
-         "rollout.precision=bf16", "loss.kl_coef=0", "lora.rank=16")
+         "rollout.precision=bf16", "rollout.keep_copy=false", "loss.kl_coef=0", "lora.rank=16")
 
 
 def fit(cfg: Config, shape: ModelConfig, world: int, available_bytes: float, tokenizer_size: int | None = None,
@@ -318,7 +341,7 @@ def fit(cfg: Config, shape: ModelConfig, world: int, available_bytes: float, tok
     """
     def need(cfg: Config, rows: int) -> float:
         cfg = replace(cfg, rollout=replace(cfg.rollout, max_rows=rows))
-        return sum(plan(cfg, shape, world, tokenizer_size, device).values())
+        return plan(cfg, shape, world, tokenizer_size, device)["peak"]
 
     group, limit = cfg.rl.group_size, available_bytes * (1 - SPARE)
     rows = max(1, cfg.rollout.max_rows // group) * group

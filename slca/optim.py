@@ -87,13 +87,13 @@ class AdamW(torch.optim.Optimizer):
             step = int(state["step"])
             key = np.random.SeedSequence((self.seed, step, i, rank())).generate_state(1)
             noise = torch.Generator(p.device).manual_seed(int(key[0]))
-            tensors = (_local(t).reshape(-1) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
-            for piece in zip(*(t.split(CHUNK) for t in tensors), strict=True):
+            kept = [_local(t).view(-1) for t in (p, state["exp_avg"], state["exp_avg_sq"])]  # views: changed in place
+            for piece in zip(*(t.split(CHUNK) for t in (_local(p.grad).reshape(-1), *kept)), strict=True):
                 self._update(*piece, group, step, noise)
         if self.offload and torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies to the CPU have arrived before anyone reads them there
 
-    def _update(self, p: Tensor, grad: Tensor, kept_m: Tensor, kept_v: Tensor, group: dict, step: int,
+    def _update(self, grad: Tensor, p: Tensor, kept_m: Tensor, kept_v: Tensor, group: dict, step: int,
                 noise: torch.Generator) -> None:
         wide = torch.promote_types(p.dtype, torch.float32)
         m, v = (t.to(p.device, wide, non_blocking=True) for t in (kept_m, kept_v))

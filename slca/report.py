@@ -154,7 +154,7 @@ class RunLog:
 def read_metrics(folder: str | Path) -> list[dict]:
     """The lines of a run's metrics.jsonl; a last line cut off by a crash is left out."""
     path = Path(folder) / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     rows = []
     for number, line in enumerate(lines, 1):
         try:
@@ -232,7 +232,7 @@ def best_and_worst(episodes: list[Episode], advantages: list[list[float]], token
     """Records of the `keep` rollouts with the highest total and of those with the lowest, over all ranks."""
     order = sorted(range(len(episodes)), key=lambda i: -episodes[i].rewards.total)
     found = []
-    for rank, chosen in (("best", order[:keep]), ("worst", order[len(order) - keep:])):
+    for rank, chosen in (("best", order[:keep]), ("worst", order[max(0, len(order) - keep):])):
         own = [record(episodes[i], advantages[i], tokenizer, step, rank) for i in chosen]
         every = sorted((r for part in ranks.gather(own) for r in part), key=lambda r: -r["scores"]["total"])
         found += every[:keep] if rank == "best" else every[len(every) - min(keep, len(every)):]

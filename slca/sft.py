@@ -15,7 +15,7 @@ from slca import chat, ranks
 from slca.config import SFTConfig
 from slca.data.task import Task
 from slca.data.world import World
-from slca.learner import evened, micro_batches, no_work, pad, token_logprobs
+from slca.learner import evened, micro_batches, no_work, pad, refuse_not_finite, token_logprobs
 from slca.model import Policy
 from slca.optim import optimizer_step, set_rate
 
@@ -93,10 +93,9 @@ def sft_step(policy: Policy, optimizers: list, rows: list[Row], share: float, cf
         weights[:, 0] = 0
         logp = token_logprobs(policy, ids, weights > 0, vocabulary, precision=precision)
         loss = -(weights * logp).sum() / total
-        if not torch.isfinite(loss):
-            raise FloatingPointError(f"SFT loss {loss.item()}")
         loss.backward()
         loss_sum += loss.item()
+    refuse_not_finite("SFT loss", loss_sum)
     set_rate(optimizers, share)
     norm = optimizer_step(policy, optimizers, cfg.grad_clip)
     return {"sft_loss": ranks.all_sum({"loss": loss_sum})["loss"], "sft_grad_norm": norm,

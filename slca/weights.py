@@ -82,7 +82,7 @@ def load_policy(
 def save_policy(policy: Policy, folder: str | os.PathLike, tokenizer: Tokenizer | None = None) -> None:
     """Write `config.json` and `model.safetensors` (and the tokenizer's files) into a folder, made if need be.
 
-    Adapters are merged into the weights. Of a sharded policy: `merged_state` on every rank, `save_state` on one.
+    Adapters are merged into the weights. Of a sharded policy: `lora.merged_state` on all ranks, `save_state` on rank 0.
     A file appears complete or not at all, the weights last: a folder without them is an unfinished one.
     """
     save_state(policy.config, merged_state(policy), folder, tokenizer)
@@ -102,7 +102,11 @@ def save_state(
             raw["eos_token_id"] = tokenizer.stop_ids[0]
     write_json(folder / "config.json", raw)
     part = folder / f".{SINGLE}.{os.getpid()}.part"
-    save_file({name: t.detach().cpu().contiguous() for name, t in state.items()}, part, metadata={"format": "pt"})
+    try:
+        save_file({name: t.detach().cpu().contiguous() for name, t in state.items()}, part, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk
+        part.unlink(missing_ok=True)
+        raise OSError(f"{part}: {error}") from error
     os.replace(part, folder / SINGLE)
 
 

@@ -30,6 +30,7 @@ from slca.simulator import Simulator
 CASES = {"one": ["micro_batch_tokens=100000"], "two": ["micro_batch_tokens=900"], "many": ["micro_batch_tokens=400"],
          "idle rank": ["rl.prompts_per_step=1", "rl.prompts_per_update=1"],
          "kl and two updates": ["loss.kl_coef=0.1", "rl.prompts_per_update=2", "micro_batch_tokens=900"],
+         "idle rank, kl": ["loss.kl_coef=0.1", "rl.prompts_per_step=2", "rl.prompts_per_update=1"],
          "bf16": ["precision=bf16"]}
 
 

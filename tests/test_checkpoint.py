@@ -56,11 +56,12 @@ def run(folder: Path, *settings: str, flags=("--resume",)) -> Path:
     return folder
 
 
-def killed(folder: Path, module: str, function: str, count: int, after=False, sign=signal.SIGKILL) -> str:
+def killed(folder: Path, module: str, function: str, count: int, after=False, sign=signal.SIGKILL, settings=()) -> str:
     """Start or resume the run and kill it there -> what it printed."""
     code = KILLER.format(tests=str(ROOT / "tests"), root=str(ROOT), module=module, function=function, count=count,
                          after=after, sign=int(sign))
-    done = subprocess.run([sys.executable, "-c", code, "--out", str(folder), "--resume", "--set", *SETTINGS],
+    done = subprocess.run([sys.executable, "-c", code, "--out", str(folder), "--resume", "--set", *SETTINGS,
+                           *settings],
                           env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240)
     assert done.returncode == (-9 if sign == signal.SIGKILL else 128 + sign), done.stderr[-3000:]
     return done.stdout + done.stderr
@@ -151,9 +152,59 @@ def lose_a_file(folder: Path) -> None:
 def test_another_configuration_is_refused_by_its_keys(straight, tmp_path):
     folder = shutil.copytree(straight, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints" / "after_rl")
+    before = (folder / "config.yaml").read_text()
     with pytest.raises(checkpoint.CheckpointError, match="rl.lr: 0.0002 there, 0.1 here.*rl.warmup_steps") as error:
         run(folder, "rl.lr=0.1", "rl.warmup_steps=3", "log.keep_rollouts=2", "threads=2")
     assert "threads" not in str(error.value) and "keep_rollouts" not in str(error.value)
+    assert (folder / "config.yaml").read_text() == before  # or the next --resume would be refused too
+
+
+def test_what_was_passed_over_does_not_count_as_kept(straight, tmp_path, capsys):
+    folder = shutil.copytree(straight, tmp_path / "run")
+    for name in ("after_rl", "rl-000003"):
+        shutil.rmtree(folder / "checkpoints" / name)
+    flip_a_byte(folder / "checkpoints" / "rl-000006")
+    killed(folder, "train", "rollout", 5, settings=["checkpoint.keep=1"])  # in step 5, all over again
+    assert folders(folder)[-3:] == ["rl-000003", "sft-000002", "sft-000004"]
+    same(run(folder), straight)
+
+
+@pytest.mark.parametrize("change", [
+    {"files": []}, {"files": {}}, {"files": {"../../../config.yaml": {"bytes": 1, "crc32": 1}}}, {"step": "6"},
+    {"step": -5}, {"config": None}, {"extra": []}], ids=str)
+def test_a_state_of_wrong_types_is_a_damaged_one(straight, tmp_path, change):
+    folder = shutil.copytree(straight / "checkpoints" / "rl-000006", tmp_path / "rl-000006")
+    state = json.loads((folder / "state.json").read_text())["state"] | change
+    (folder / "state.json").write_text(json.dumps({"crc32": checkpoint._state_crc(state), "state": state}))
+    with pytest.raises(checkpoint.CheckpointError, match="rl-000006: state.json is not that of a checkpoint"):
+        checkpoint.read_state(folder)
+    assert checkpoint.latest(tmp_path, "rl", lambda text: None) is None
+
+
+def test_files_that_the_state_does_not_name_are_not_read(straight, tmp_path):
+    folder = shutil.copytree(straight / "checkpoints" / "rl-000006", tmp_path / "rl-000006")
+    shutil.copy(folder / "rank-00000.safetensors", folder / "rank-00001.safetensors")
+    with pytest.raises(checkpoint.CheckpointError, match="not those that state.json names"):
+        checkpoint.read_state(folder)
+
+
+def test_a_finished_run_says_that_it_is(straight, tmp_path, capsys):
+    folder = shutil.copytree(straight, tmp_path / "run")
+    before = (folder / "config.yaml").read_text()
+    run(folder, "rl.steps=9")
+    assert "warning: RL ended with 6 steps; to go on to 9 remove" in capsys.readouterr().out
+    assert (folder / "config.yaml").read_text() == before
+    with pytest.raises(ValueError, match="is of another shape"):
+        run(folder, "model.hidden_size=64")
+    shutil.rmtree(folder / "checkpoints" / "after_rl")
+    run(folder, "rl.steps=7")  # and then it does go on
+    assert [r["step"] for r in read_metrics(folder) if r["phase"] == "rl"] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_torn_summary_is_made_anew(straight, tmp_path):
+    folder = shutil.copytree(straight, tmp_path / "run")
+    (folder / "summary.json").write_text('{"seed": 3, "wal')
+    same(run(folder), straight)
 
 
 def test_nothing_is_unpickled_in_a_resume(straight, tmp_path, monkeypatch):
@@ -234,7 +285,7 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path, monkeypatch, 
         path = folder / f"rank-{r:05d}.safetensors"
         checkpoint.save_file(own, path, metadata={"rows": json.dumps(rows)})
         files[path.name] = {"bytes": path.stat().st_size, "crc32": checkpoint.crc(path)}
-    state = {"phase": "rl", "step": 1, "files": files}
+    state = {"phase": "rl", "step": 1, "config": {}, "model": {}, "extra": {}, "files": files}
     (folder / "state.json").write_text(json.dumps({"crc32": checkpoint._state_crc(state), "state": state}))
     assert checkpoint.read_state(folder) == state
     with checkpoint._Shards(folder) as shards:

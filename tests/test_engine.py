@@ -15,7 +15,7 @@ from test_sampler import PROMPTS, assert_same
 from test_sampler import make as small
 
 from slca import sampler as sampler_module
-from slca.engine import HIDDEN, Engine, merged, partial
+from slca.engine import HIDDEN, Cache, Engine, merged, partial
 from slca.sampler import Sampler, generate, row_stream
 
 
@@ -224,6 +224,23 @@ def test_the_cache_grows_to_what_the_rows_may_hold_and_no_further():
     row = next(row for row in sampler.owner if row)
     sampler.decode([row], [20])
     assert 100 <= sampler.cache.kv.shape[4] <= 192
+
+
+def test_padding_of_an_append_may_reach_past_the_cache():
+    """A long row and a short one are fed 2 and 20 tokens: padded, the long one's would lie in columns 58 to 89."""
+    policy = make()
+    engine, cache = Engine(policy, 128), Cache(policy.config, torch.float32, torch.device("cpu"))
+    cache.reserve(2, 65, 65)
+    prompts, new = [tokens(58, seed=1), tokens(7, seed=2)], [tokens(2, seed=3), tokens(20, seed=4)]
+    for slot, ids in enumerate(prompts):
+        engine.prefill(ids[None], cache, torch.tensor([slot]))
+    batch = torch.zeros(2, 32, dtype=torch.long)
+    for row, ids in zip(batch, new, strict=True):
+        row[:len(ids)] = ids
+    none = torch.zeros(2, dtype=torch.long)
+    got = engine.extend(batch, cache, torch.arange(2), torch.tensor([58, 7]), 64, none, cache, none, 0)
+    for i, n in enumerate((2, 20)):
+        close(got[i, :n], policy.hidden(torch.cat([prompts[i], new[i]])[None])[0, -n:])
 
 
 def test_a_sampler_that_rested_samples_the_same():

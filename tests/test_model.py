@@ -1,7 +1,8 @@
 """Proves: the mask of an appended block is the lower right one, padding and batch mates change no bit, a fresh policy
 is fixed by its seed, every bad configuration is named, the bf16 attention written for CPUs stays near float32 in value
-and gradient, and products by oneDNN have the values and gradients of torch's own. (The KV cache is tested in
-test_engine.py, logits against transformers in test_weights.py.)
+and gradient, products by oneDNN have the values and gradients of torch's own, and blocks that compute again in the
+backward pass change no bit of any gradient and keep nothing. (The KV cache is tested in test_engine.py, logits against
+transformers in test_weights.py, checkpointed blocks on two ranks in test_lora.py.)
 """
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from slca import model as model_module
-from slca.model import ModelConfig, Policy, attend, linear, new_policy, score_bias
+from slca.learner import pack
+from slca.model import Block, ModelConfig, Policy, attend, checkpoint_blocks, linear, new_policy, score_bias
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 MODELS = {
@@ -198,3 +200,49 @@ def test_products_by_onednn_are_torchs(monkeypatch, bias, shape):
     assert len(used) == (3 if torch.backends.mkldnn.is_available() else 0)
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+# ---- activation checkpointing
+
+def kept_bytes(run) -> int:
+    """What autograd saves, each storage once."""
+    sizes = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        run()
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@EVERY_MODEL
+def test_blocks_that_compute_again_change_no_bit(monkeypatch, family, packed, bf16):
+    policy, ids = make(family).requires_grad_(True), tokens(4, 40)
+    ids[:2, :9], ids[2:, :9] = ids[0, :9], ids[2, :9]  # two groups
+    line = pack(ids, [40, 31, 40, 12], [9] * 4, [0, 0, 1, 1])[0]
+    runs, results, plain = [], [], Block._layers
+    monkeypatch.setattr(Block, "_layers", lambda self, *a: runs.append(torch.is_grad_enabled()) or plain(self, *a))
+    for on in (False, True):
+        checkpoint_blocks(policy, on)
+        policy.zero_grad()
+        runs.clear()
+        out = []
+
+        def forward(out=out):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                out.append(policy.hidden_packed(line) if packed else policy.hidden(ids))
+        size = kept_bytes(forward)
+        assert len(runs) == 3
+        (out[0].float() * torch.linspace(-1, 1, 32)).sum().backward()
+        assert len(runs) == (6 if on else 3)  # once more, on the way back
+        results.append((size, out[0].detach(), [p.grad for p in policy.parameters() if p.grad is not None]))
+        runs.clear()
+        with torch.no_grad():
+            forward()
+        assert runs == [False] * 3
+    (plainly, a, grads), (less, b, again) = results
+    assert torch.equal(a, b) and len(grads) == len(again) and all(map(torch.equal, grads, again))
+    assert less < 0.2 * plainly  # embedding, last norm and the rows' masks

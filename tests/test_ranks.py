@@ -38,7 +38,7 @@ def updates(tmp_path_factory) -> dict[int, Path]:
     return folders
 
 
-CASES = ["one", "two", "many", "idle rank", "kl and two updates"]
+CASES = ["one", "two", "many", "idle rank", "kl and two updates", "idle rank, kl"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -24,8 +24,8 @@ EVALUATION = 2**32  # marks evaluation in the key of a row's random stream, apar
 
 @dataclass
 class Result:
-    """metrics: the M of the run's summary, over all ranks; by_subset the same for each kind; gold_turns: mean gold
-    steps a task, to hold against tool_turns; episodes: this rank's; skipped: prompts over the limit."""
+    """metrics: the M of the run's summary, over all ranks; by_subset the same for each kind, of this rank; gold_turns:
+    mean gold steps a task, to hold against tool_turns; episodes: this rank's; skipped: prompts over the limit."""
 
     metrics: dict[str, float]
     by_subset: dict[str, dict[str, float]]
