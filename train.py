@@ -277,6 +277,7 @@ class Run:
                 self.say(f"warning: RL ended with {steps} steps; to go on to {self.tasks.rl_steps()} remove {folder}")
         elif name != "before":
             work()
+            merge_adapters(self.policy, self.cfg.seed)  # the next stage begins as a run that takes it from the folder
             state = merged_state(self.policy)
             if not self.settled():
                 raise OSError(f"{self.log.path}: the last lines could not be written")
@@ -285,7 +286,6 @@ class Run:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 save_state(self.policy.config, state, unfinished, self.tokenizer)
                 checkpoint.publish(unfinished, folder)
-            merge_adapters(self.policy, self.cfg.seed)  # as a run does that takes the stage from its folder
             ranks.gather(None)  # it is there before any rank goes on
         if name not in self.summary:
             self.summary[name] = self.evaluate(self.tasks.heldout).metrics

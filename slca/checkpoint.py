@@ -272,7 +272,7 @@ def _local(p: Tensor) -> Tensor:
 # --- who may go on from it -------------------------------------------------------------------------------------------
 
 FREE = ("threads", "micro_batch_tokens", "checkpoint", "log", "eval.every", "rl.steps", "rl.epochs",
-        "rollout.max_rows")
+        "rollout.max_rows", "rollout.keep_copy", "optim.offload", "model.checkpoint_blocks")
 
 
 def refuse_other_config(folder: Path, theirs: dict, ours: dict) -> None:

@@ -284,7 +284,7 @@ class Config:
     seed: int = d(0, "Seed of everything that is drawn in the run.", lo=0, hi=2**32 - 1)
     threads: int = d(0, "CPU threads a rank; 0: the cores divided by the local ranks.", lo=0)
     precision: Literal["fp32", "bf16"] = d(
-        "fp32", "Compute type of the learner, SFT and RL alike; weights and optimiser stay float32.")
+        "fp32", "Compute type of the learner, SFT and RL alike; weights and optimiser state keep theirs.")
     micro_batch_tokens: int = d(
         8192, "Tokens of one forward and backward pass, the prompt of a group counted once; memory, not results.", lo=1)
     model: PolicyConfig = d(PolicyConfig, "The policy.")

@@ -134,16 +134,18 @@ class _TokenLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         hidden, head, target = ctx.saved_tensors
-        hidden_grad, head_grad = torch.empty_like(hidden), torch.zeros_like(
-            head, dtype=torch.promote_types(head.dtype, torch.float32))
+        hidden_grad, head_grad = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:  # under adapters the head is frozen
+            head_grad = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
         for i in _TokenLogprob.chunks(hidden, head):
             logits = linear(hidden[i], head).float().div_(ctx.temperature)
             weight = logits.sub_(ctx.norm[i, None]).exp_().mul_(-grad[i, None] / ctx.temperature)
             weight.scatter_add_(1, target[i, None], grad[i, None] / ctx.temperature)
             weight = weight.to(hidden.dtype)
             hidden_grad[i] = linear(weight, head.t())
-            head_grad += linear(weight.t(), hidden[i].t())
-        return hidden_grad, head_grad.to(head.dtype), None, None
+            if head_grad is not None:
+                head_grad += linear(weight.t(), hidden[i].t())
+        return hidden_grad, None if head_grad is None else head_grad.to(head.dtype), None, None
 
     @staticmethod
     def chunks(hidden: Tensor, head: Tensor) -> list[slice]:

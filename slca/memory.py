@@ -252,10 +252,9 @@ def reserved(group_size: int, groups: int, prompts: int, prompt: int, response: 
 
 def reserve(sampler: Sampler, group_size: int, prompts: int, prompt: int, response: int) -> None:
     """Take the sampler's KV cache in one piece, at the size of the plan: growing would hold the old and the new."""
-    sizes = reserved(group_size, len(sampler.owner) // group_size, prompts, prompt, response, sampler.device.type)
-    for cache, (slots, columns) in zip((sampler.cache, sampler.prompts), sizes, strict=True):
-        if slots:
-            cache.reserve(slots, columns, columns)
+    sampler.sizes = reserved(group_size, len(sampler.owner) // group_size, prompts, prompt, response,
+                             sampler.device.type)
+    sampler.take_room()
 
 
 def room(sampler: Sampler, group_size: int) -> int:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from slca import chat
+from slca import chat, ranks
 from slca.config import Config
 from slca.data.task import Task
+from slca.memory import reserve, room, sampler_rows
 from slca.model import Policy, bf16_runs
 from slca.phases import phases
 from slca.rewards import HierR, parse_blocks
@@ -124,7 +125,7 @@ def rollout(policy: Policy, tokenizer, tasks: Sequence[Task], simulator: Simulat
                              open_call=[0] * len(ids)) for m in range(group_size)]
     waiting, live = list(range(len(tasks))), {}
     while waiting or live:
-        take = waiting[:sampler.free // group_size]
+        take = waiting[:room(sampler, group_size)]
         waiting = waiting[len(take):]
         if take:
             streams = [[row_stream(*key, numbers[g], m).random(limit, np.float32) for m in range(group_size)]
@@ -154,11 +155,14 @@ def rollout(policy: Policy, tokenizer, tasks: Sequence[Task], simulator: Simulat
 def make_sampler(policy: Policy, tokenizer, cfg: Config, group_size: int, groups: int, max_len: int,
                  temperature: float) -> Sampler:
     """Cache rows for all episodes, or as many whole groups as `rollout.max_rows` allows (at least one)."""
-    slots = group_size * max(1, min(groups, cfg.rollout.max_rows // group_size))
+    slots = sampler_rows(cfg, group_size, groups, max_len, ranks.world(), policy.device.type)
     stops = (CALL_CLOSE,) if cfg.chat.parallel == "list" else ()
     bf16 = cfg.rollout.precision == "bf16" and bf16_runs(policy.device)
-    return Sampler(policy, slots, max_len, temperature, tokenizer.stop_ids, stops, tokenizer,
-                   torch.bfloat16 if bf16 else None)
+    sampler = Sampler(policy, slots, max_len, temperature, tokenizer.stop_ids, stops, tokenizer,
+                      torch.bfloat16 if bf16 else None)
+    response = min(max_len, cfg.rollout.max_response_tokens)
+    reserve(sampler, group_size, groups, max_len - response, response)
+    return sampler
 
 
 def _after_turn(row: Row, episode: Episode, tokenizer, simulator: Simulator, cfg: Config,

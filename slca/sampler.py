@@ -113,6 +113,7 @@ class Sampler:
         self.engine = Engine(policy, max_len + 64, dtype, vocabulary)
         self.device = policy.device
         self.cache, self.prompts = (Cache(policy.config, self.engine.dtype, self.device) for _ in range(2))
+        self.sizes: list[tuple[int, int]] = []  # (slots, columns) of both that are held ready (`memory.reserve`)
         self.owner: list[Row | None] = [None] * slots
         self.groups: list[Prompt | None] = [None] * slots
         with torch.inference_mode():
@@ -138,6 +139,13 @@ class Sampler:
     def refresh(self) -> None:
         """Take over the policy's weights as they are now."""
         self.engine.refresh()
+        self.take_room()
+
+    def take_room(self) -> None:
+        """The caches at the sizes that were asked for, if any were."""
+        for cache, (slots, columns) in zip((self.cache, self.prompts), self.sizes, strict=False):
+            if slots and cache.reserve(slots, columns, columns):
+                self._forget_graphs()
 
     def rest(self) -> None:
         """With no row left: give the memory of weights and cache back, until `refresh`."""
@@ -214,7 +222,7 @@ class Sampler:
             batch, count = self._batch([ids[i] for i in chunk])
             with phases("prefill", sum(len(ids[i]) for i in chunk)):
                 slots, length = self._ints(r.slot for r in some), self._ints(r.length for r in some)
-                span = rounded(max(r.length for r in some) + batch.shape[1], self.column_step)
+                span = rounded(max(r.length + len(ids[i]) for r, i in zip(some, chunk, strict=True)), self.column_step)
                 self._reserve(self.cache, span)
                 hidden = self.engine.extend(
                     batch, self.cache, slots, length, span, self._ints(map(_start, some)), self.prompts,

@@ -204,7 +204,7 @@ def mutated(m: Mutant, root: Path = ROOT) -> str:
     """The text of its file with the fault. ValueError unless there is exactly one place for it."""
     text = (root / "slca" / f"{m.part}.py").read_text(encoding="utf-8")
     if text.count(m.old) != 1:
-        raise ValueError(f"slca/{m.part}.py has {text.count(m.old)} times: {m.old}")
+        raise ValueError(f"{text.count(m.old)} places in slca/{m.part}.py for: {m.old}")
     return text.replace(m.old, m.new)
 
 
