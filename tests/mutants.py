@@ -176,7 +176,7 @@ TABLE = {  # name, old, new, tests (in tests/test_PART.py where no other file is
         ("parts-swapped", "(a[1] - top).exp_(), (b[1] - top)", "(b[1] - top).exp_(), (a[1] - top)",
          "test_partial_attention_merges_to_the_whole"),
         ("cache-lost-on-growth", "self.kv[:, :, :s, :, :c] = old", "pass",
-         "test_the_cache_grows_and_keeps_what_it_holds"),
+         "sampler::test_greedy_from_the_cache_is_greedy_without"),
     ],
     "rollout": [
         ("results-as-policy", "0 if logprobs is None else 1", "1", "test_records_by_hand"),

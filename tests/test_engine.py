@@ -260,3 +260,22 @@ def test_a_sampler_that_rested_samples_the_same():
                 sampler.rest()
                 assert sampler.cache.kv.numel() == sampler.prompts.kv.numel() == 0 and not sampler.engine.layers
     assert found[:8] == found[8:]
+
+
+def test_rows_cut_back_go_on_in_their_next_turns():
+    """Looking seldom over several turns: what ran on behind a stop has left no trace in the row's stream or cache."""
+    stops, found = (3, 7, 12, 20, 30, 41), []
+    for how in ((1, 1), (5, 1), (16, 8)):
+        sampler = Sampler(small(), 8, 200, stop_ids=stops)
+        sampler.look_every, sampler.row_step = how
+        prompts = [[5, 6, 7], [9, 8]]
+        streams = [[row_stream(0, p, m).random(80, np.float32) for m in range(3)] for p in range(2)]
+        rows, turns = [row for group in sampler.admit(prompts, streams) for row in group], []
+        for turn in range(3):
+            sampler.decode(rows, [20] * 6)
+            turns += [row.fresh for row in rows]
+            sampler.feed(rows, [[9, 8, turn]] * 6)
+        found.append(turns)
+    assert len({len(c.ids) for c in found[0]}) > 3
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])

@@ -118,8 +118,15 @@ def test_gradient_does_not_depend_on_micro_batches(gradient, aggregation, kl):
     """Also: it is that of one plain dense loss over the whole update, so it is not wrong alike in all three."""
     # weights in float64: what differs between the ways is then the cut, not the rounding of sums (logits are float32)
     policy, reference, batch = make().double(), make(1).double().requires_grad_(False), make_batch()
-    batch.old = batch.logprobs
-    how = [f"loss.aggregation={aggregation}", f"loss.kl_coef={kl}", "rollout.temperature=1.3"]
+    # old log-probabilities far enough away that both clips and the dual clip act, each at a bound of its own
+    noise = torch.randn(batch.logprobs.shape, generator=torch.Generator().manual_seed(7))
+    batch.old = batch.logprobs + 0.5 * noise * batch.policy_mask
+    how = [f"loss.aggregation={aggregation}", f"loss.kl_coef={kl}", "rollout.temperature=1.3", "loss.clip_low=0.1",
+           "loss.clip_high=0.3", "loss.dual_clip=1.5", "loss.kl_kind=k2"]
+    norm_length = longest_response(batch)
+    if aggregation == "seq_sum_over_constant" and kl:
+        how.append("loss.norm_length=7")
+        norm_length = 7
     if aggregation == "segment_mean":
         how.append("loss.segment_weights=[0.7, 1.6]")
     weights = (0.7, 1.6) if aggregation == "segment_mean" else (1.0, 1.0)
@@ -128,11 +135,10 @@ def test_gradient_does_not_depend_on_micro_batches(gradient, aggregation, kl):
         logp = torch.log_softmax(p(batch.ids)[:, :-1].float() / 1.3, -1)
         return F.pad(logp.gather(2, batch.ids[:, 1:, None])[..., 0], (1, 0)) * batch.policy_mask
 
-    args = dict(aggregation=aggregation, norm_length=longest_response(batch), labels=batch.labels,
-                segment_weights=weights)
+    args = dict(aggregation=aggregation, norm_length=norm_length, labels=batch.labels, segment_weights=weights)
     logp = dense(policy)
-    loss = policy_loss(logp, batch.old, batch.advantages, batch.policy_mask, **args).loss
-    loss = loss + kl * kl_loss(logp, dense(reference), batch.policy_mask, **args).loss
+    loss = policy_loss(logp, batch.old, batch.advantages, batch.policy_mask, 0.1, 0.3, 1.5, **args).loss
+    loss = loss + kl * kl_loss(logp, dense(reference), batch.policy_mask, "k2", **args).loss
     want = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.parameters()))])
     for budget, n in BUDGETS.items():
         assert len(list(micro_batches(batch.lengths, budget))) == n
@@ -439,3 +445,20 @@ def test_small_updates_arrive(precision):
         assert (moved > 0).float().mean() > 0.3, name  # rows of ids not in the batch rest
     assert {t.dtype for s in found[0].state.values() for t in s.values()} == {torch.float32}
     assert all(p.grad is None for p in policy.parameters())
+
+
+def test_the_gradient_is_clipped_at_the_setting():
+    policy, batch = make(), make_batch()
+    before = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    found = [torch.optim.SGD(policy.parameters(), lr=1.0)]
+    rows = list(range(len(batch.lengths)))
+    metrics = policy_update(policy, None, found, batch, rows, V, settings("rl.grad_clip=0.01"))
+    after = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    assert metrics["grad_norm"] > 0.02 and float((after - before).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_scoring_pass_follows_the_precision(monkeypatch):
+    monkeypatch.setattr(learner, "bf16_runs", lambda device: True)
+    policy, batch = make(), make_batch()
+    exact, rough = (batch.logprobs_of(policy, range(3), V, settings(f"precision={p}")) for p in ("fp32", "bf16"))
+    assert 1e-5 < (exact - rough).abs().max() < 0.2

@@ -483,3 +483,35 @@ def test_model_output_in_the_loop(play, policy, tok, name):
     score_episodes([e], RulesJudge(), settings().reward)
     assert e.rewards.n_open == text.count("<tool_call>") and (errors == 0 or e.rewards.process < 1)
     assert_scored(policy, tok, [e])
+
+
+# ---- settings that are no default
+
+def test_other_limits_than_the_defaults(play, tok):
+    long = one(play, tok, [CALL, REPLY], "rollout.max_tool_chars=100", simulator=Answers("a" * 500))
+    assert tool_texts(long) == [shorten("a" * 500, 100)]
+    three = CALL.replace("\n{", "\n[{").replace("}}\n", "}}, {}, {}]\n")
+    few = one(play, tok, [three, REPLY], "rollout.max_calls_per_turn=2", simulator=Answers("ok"))
+    assert (few.calls, few.calls_cut) == (2, 1)
+    short = one(play, tok, [CALL] * 5, "rollout.max_assistant_turns=3")
+    assert (short.status, short.tool_turns) == ("turn_limit", 2)
+
+
+def test_the_samplers_type_and_rows_follow_the_settings(monkeypatch, policy, tok):
+    monkeypatch.setattr(rollout_module, "bf16_runs", lambda device: True)
+    found = [rollout_module.make_sampler(policy, tok, settings(f"rollout.precision={p}"), 2, 3, 200, 1.0).engine.dtype
+             for p in ("fp32", "bf16")]
+    assert found == [torch.float32, torch.bfloat16]
+    rows = [len(rollout_module.make_sampler(policy, tok, settings(f"rollout.max_rows={n}"), 2, 10, 200, 1.0).owner)
+            for n in (1, 5, 128)]
+    assert rows == [2, 4, 20]
+
+
+@pytest.mark.parametrize("keep", ["true", "false"])
+def test_the_samplers_copy_is_kept_or_freed(play, policy, tok, keep):
+    cfg = settings(f"rollout.keep_copy={keep}")
+    sampler = rollout_module.make_sampler(policy, tok, cfg, 1, 1, 2000, 1.0)
+    want = play([ids_of(REPLY, tok)])[0].ids
+    for _ in range(2):
+        assert play([ids_of(REPLY, tok)], cfg=cfg, sampler=sampler)[0].ids == want
+        assert bool(sampler.engine.layers) == (sampler.cache.kv.numel() > 0) == (keep == "true")
