@@ -98,7 +98,8 @@ class Run:
 
     def fit(self, shape: ModelConfig) -> None:
         """Say what this rank will hold, and sample only as many rows at a time as fit. Raises ValueError: none do."""
-        limit, world, vocabulary = memory.available(), ranks.world(), self.tokenizer.size
+        limit, vocabulary = memory.available(), self.tokenizer.size
+        world = ranks.world() if self.cfg.shard else 1
         rows = memory.fit(self.cfg, shape, world, limit, vocabulary)
         if rows < self.cfg.rollout.max_rows // self.cfg.rl.group_size * self.cfg.rl.group_size:
             self.say(f"rollout.max_rows is {rows} here, as more do not fit")
@@ -111,7 +112,7 @@ class Run:
         checkpoint_blocks(policy, cfg.model.checkpoint_blocks)
         if cfg.lora.rank:
             add_lora(policy, cfg.lora.rank, cfg.lora.alpha, cfg.lora.targets, cfg.seed)
-        return ranks.placed(policy, self.device, cfg.precision)
+        return ranks.placed(policy, self.device, cfg.precision, cfg.shard)
 
     def say(self, text: str) -> None:
         if self.lead:
@@ -299,7 +300,7 @@ class Run:
             return self.policy
         folder = self.folder / "checkpoints" / "after_sft"
         policy = load_policy(folder) if self.cfg.sft.enabled else build_policy(self.cfg)[1]
-        return ranks.placed(policy, self.device, self.cfg.precision).requires_grad_(False)
+        return ranks.placed(policy, self.device, self.cfg.precision, self.cfg.shard).requires_grad_(False)
 
     def restore(self, phase: str, found: list) -> tuple[int, dict]:
         """Take policy and optimisers from the stage's last good checkpoint -> steps done, what else it kept."""

@@ -271,7 +271,7 @@ def _local(p: Tensor) -> Tensor:
 
 # --- who may go on from it -------------------------------------------------------------------------------------------
 
-FREE = ("threads", "micro_batch_tokens", "checkpoint", "log", "eval.every", "rl.steps", "rl.epochs",
+FREE = ("threads", "shard", "micro_batch_tokens", "checkpoint", "log", "eval.every", "rl.steps", "rl.epochs",
         "rollout.max_rows", "rollout.keep_copy", "optim.offload", "model.checkpoint_blocks")
 
 

@@ -283,6 +283,7 @@ class CheckpointConfig:
 class Config:
     seed: int = d(0, "Seed of everything that is drawn in the run.", lo=0, hi=2**32 - 1)
     threads: int = d(0, "CPU threads a rank; 0: the cores divided by the local ranks.", lo=0)
+    shard: bool = d(True, "Several ranks share the weights out (FSDP2); false: each holds all, for small models.")
     precision: Literal["fp32", "bf16"] = d(
         "fp32", "Compute type of the learner, SFT and RL alike; weights and optimiser state keep theirs.")
     micro_batch_tokens: int = d(

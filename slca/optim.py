@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from slca.config import OptimConfig
 from slca.model import Policy, bf16_runs
-from slca.ranks import rank, split_like, whole
+from slca.ranks import rank, split_like, sum_gradients, whole
 
 CHUNK = 2 ** 24  # elements updated at a time: what is float32 or on the device for a moment stays small
 
@@ -167,6 +167,7 @@ def set_rate(found: Sequence[torch.optim.Optimizer], share: float) -> None:
 
 def optimizer_step(policy: Policy, found: Sequence[torch.optim.Optimizer], grad_clip: float) -> float:
     """Clip, step, clear -> gradient norm before clipping. Raises FloatingPointError where it is not finite."""
+    sum_gradients(policy.parameters())
     grads = [p.grad for p in policy.parameters() if p.grad is not None]
     norm = float(whole(torch.nn.utils.get_total_norm(grads)))
     if not math.isfinite(norm):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
 import torch
@@ -73,12 +73,13 @@ def gather(value) -> list:
     return [json.loads(bytes(part[:int(n)].tolist())) for part, n in zip(parts, sizes, strict=True)]
 
 
-def placed(policy: Policy, device: torch.device, precision: str) -> Policy:
+def placed(policy: Policy, device: torch.device, precision: str, shard: bool = True) -> Policy:
     """The policy where it is trained: on the device, or sharded over the ranks if there are several.
 
+    shard False: every rank keeps a whole one, which stays the same by the sum of gradients (`sum_gradients`).
     precision "bf16": gathered weights are bfloat16; the shards, their gradients and the sums over ranks are float32.
     """
-    if world() == 1:
+    if world() == 1 or not shard:
         return policy.to(device)
     mixed = MixedPrecisionPolicy()
     if precision == "bf16" and bf16_runs(device):
@@ -90,6 +91,16 @@ def placed(policy: Policy, device: torch.device, precision: str) -> Policy:
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
     register_fsdp_forward_method(policy, "run")
     return policy
+
+
+def sum_gradients(parameters: Iterable[Tensor]) -> None:
+    """Sum gradients that are whole on every rank, in one piece; FSDP has summed those of shards already."""
+    grads = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+    if world() > 1 and grads:
+        line = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(line)
+        for g, part in zip(grads, line.split([g.numel() for g in grads]), strict=True):
+            g.copy_(part.view_as(g))
 
 
 def whole(t: Tensor) -> Tensor:

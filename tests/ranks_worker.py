@@ -31,6 +31,7 @@ CASES = {"one": ["micro_batch_tokens=100000"], "two": ["micro_batch_tokens=900"]
          "idle rank": ["rl.prompts_per_step=1", "rl.prompts_per_update=1"],
          "kl and two updates": ["loss.kl_coef=0.1", "rl.prompts_per_update=2", "micro_batch_tokens=900"],
          "idle rank, kl": ["loss.kl_coef=0.1", "rl.prompts_per_step=2", "rl.prompts_per_update=1"],
+         "whole": ["shard=false", "micro_batch_tokens=900"],
          "bf16": ["precision=bf16"]}
 
 
@@ -53,7 +54,7 @@ def updates(tokenizer, folder: Path, replay: list | None) -> None:
         cfg, shape = setting(tokenizer, *changes)
         if cfg.precision == "bf16":  # slowly, where the CPU has no such units
             ranks.bf16_runs = learner.bf16_runs = lambda device: True
-        policy, reference = ranks.placed(new_policy(shape, 1), torch.device("cpu"), cfg.precision), None
+        policy, reference = ranks.placed(new_policy(shape, 1), torch.device("cpu"), cfg.precision, cfg.shard), None
         if cfg.loss.kl_coef:
             reference = ranks.placed(new_policy(shape, 2), torch.device("cpu"), "fp32").requires_grad_(False)
         found_optimizers, world = optimizers(policy, "adamw", cfg.rl.lr, 0.01, (0.9, 0.999)), World("train", 0)

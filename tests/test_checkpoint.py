@@ -300,7 +300,7 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path, monkeypatch, 
 
 def test_two_ranks_hand_over_to_one(straight, tmp_path):
     """Stopped on two ranks, gone on with on one: within the tolerance of sums over ranks."""
-    folder, settings = tmp_path / "run", ["rl.enabled=false", "sft.optimizer=adamw", "sft.lr=1e-3"]
+    folder, settings = tmp_path / "run", ["rl.enabled=false", "sft.optimizer=adamw", "sft.lr=1e-3", "shard=true"]
     script = tmp_path / "train_as_here.py"  # with this file's small tokenizer
     script.write_text(f"import sys\nsys.path[:0] = [{str(ROOT / 'tests')!r}, {str(ROOT)!r}]\n"
                       "from test_train import train\ntrain.main()\n")

@@ -38,7 +38,7 @@ def updates(tmp_path_factory) -> dict[int, Path]:
     return folders
 
 
-CASES = ["one", "two", "many", "idle rank", "kl and two updates", "idle rank, kl"]
+CASES = ["one", "two", "many", "idle rank", "kl and two updates", "idle rank, kl", "whole"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,7 +102,8 @@ def test_stops_far_apart_and_tools_on_one_rank_only(tmp_path):
 
 def test_a_run_on_two_ranks_writes_one_log(tmp_path):
     """train.py itself, both stages: files as from one rank, a line a step, numbers in float32 as one rank's."""
-    settings = """threads=1 precision=fp32 seed=3 model.hidden_size=32 model.intermediate_size=48 model.num_layers=2
+    settings = """shard=true threads=1 precision=fp32 seed=3 model.num_layers=2
+        model.hidden_size=32 model.intermediate_size=48
         data.eval_tasks=5 data.validation_tasks=3 rollout.max_response_tokens=24 eval.max_response_tokens=16
         eval.every=1 sft.max_steps=4 sft.rows_per_step=5 sft.gate_every=2 sft.decay_steps=2 sft.warmup_steps=2
         rl.steps=2 rl.prompts_per_step=3 rl.prompts_per_update=3 rl.group_size=3 rl.warmup_steps=1""".split()
