@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from slca import checkpoint, memory, ranks
+from slca import checkpoint, llm, memory, ranks
 from slca.advantages import Advantages, grpo_advantages, slca_advantages
 from slca.config import Config, describe, load_config, override, save_config, to_dict
 from slca.data import Task
@@ -33,7 +33,7 @@ from slca.data.source import TaskSource
 from slca.data.vocabulary import world_tokenizer
 from slca.evaluation.metrics import means, over_ranks, step_sums, values_right
 from slca.evaluation.toucan import evaluate
-from slca.judge import RulesJudge, score_episodes
+from slca.judge import make_judge, score_episodes
 from slca.learner import Batch, all_logprobs, policy_update, use_threads
 from slca.lora import add_lora, merge_adapters, merged_state
 from slca.model import ModelConfig, Policy, bf16_runs, checkpoint_blocks, new_policy
@@ -41,10 +41,10 @@ from slca.optim import optimizers, set_rate
 from slca.page import write_report
 from slca.phases import phases
 from slca.report import RunLog, best_and_worst, console_line, final_table, read_metrics, record, stretches
+from slca.responders import make_simulator
 from slca.rollout import Episode, make_sampler, rollout
 from slca.segments import segment_labels
 from slca.sft import cosine_share, rate_share, sft_step
-from slca.simulator import Simulator
 from slca.tokenizer import load_tokenizer
 from slca.weights import load_policy, save_state
 
@@ -86,9 +86,9 @@ class Run:
         size = sum(p.numel() for p in policy.parameters()) / 1e6
         self.fit(policy.config)
         self.policy = self.ready(policy)
-        self.simulator = Simulator(cfg.simulator.responder, cfg.simulator.seed, cfg.simulator.use_schema,
-                                   cfg.simulator.timeout_s)
-        self.judge = RulesJudge(cfg.judge.noise, cfg.judge.seed)
+        self.simulator = make_simulator(cfg.simulator)
+        self.examiner = make_judge(cfg.judge)  # of evaluations, which its noise does not disturb
+        self.judge = make_judge(cfg.judge, cfg.judge.noise) if cfg.judge.noise else self.examiner
         self.tasks = TaskSource(cfg, self.tokenizer)
         self.summary = {"seed": cfg.seed, "wall_s": 0.0}
         self.say(f"{size:.2f} M parameters, {self.tokenizer.size} tokens, {ranks.world()} ranks, "
@@ -194,7 +194,8 @@ class Run:
             row = means(over_ranks(step_sums(episodes, batch, advantages))) | updates
             row |= {"lr": found[0].param_groups[0]["lr"], "rollout_s": sampled - start,
                     "learn_s": time.time() - sampled, "tok_s": tokens / (sampled - start),
-                    "save_failures": self.save_failures, **ranks.all_max({"peak_memory_gb": peak_memory_gb()})}
+                    "save_failures": self.save_failures, **llm.counts(self.simulator.responder, self.judge),
+                    **ranks.all_max({"peak_memory_gb": peak_memory_gb()})}
             if cfg.eval.every and (step + 1) % cfg.eval.every == 0:
                 row |= {f"val_{k}": v for k, v in self.evaluate(self.tasks.validation).metrics.items()}
             row = self.log.write("rl", step + 1, row | {"time_s": time.time() - start})
@@ -221,7 +222,8 @@ class Run:
         return means | {k: results[0][k] for k in ("logprob_gap", "logprob_gap_max")}
 
     def evaluate(self, tasks: list[Task], temperature: float = 0.0):
-        return evaluate(self.policy, self.tokenizer, tasks, self.cfg, temperature)
+        return evaluate(self.policy, self.tokenizer, tasks, self.cfg, temperature, simulator=self.simulator,
+                        judge=self.examiner)
 
     # ------------------------------------------------------------------------------------------- the run's folder
     def open_folder(self, resume: bool) -> None:

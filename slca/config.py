@@ -7,6 +7,7 @@ Left out: environment variables, interpolation, includes, and any default that d
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 import types
@@ -89,10 +90,13 @@ class TaskMixConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    kind: Literal["world", "toucan"] = d("world", "world: tasks made by the embedded tool world; toucan: files.")
-    train: str | None = d(None, "kind toucan: file of RL tasks.")
-    sft: str | None = d(None, "kind toucan: file of demonstrations.")
-    heldout: str | None = d(None, "kind toucan: file of tasks for validation and the final tables.")
+    kind: Literal["world", "toucan"] = d(
+        "world", "world: tasks made by the embedded tool world; toucan: files, of any kind that slca.data reads.")
+    train: str | None = d(None, "kind toucan: file, or folder of files, of RL tasks.")
+    sft: str | None = d(None, "kind toucan: file, or folder of files, of demonstrations.")
+    heldout: str | None = d(None, "kind toucan: file, or folder of files, for validation and the final tables.")
+    bad_rows: Literal["raise", "skip"] = d("raise", "kind toucan: a row that cannot be used ends the run, or is left "
+                                           "out with a warning.")
     tools_per_task: int = d(3, "kind world: tools offered in a prompt, of its 20 families.", lo=1, hi=20)
     eval_tasks: int = d(200, "Held-out tasks behind the final tables.", lo=1)
     validation_tasks: int = d(64, "Held-out tasks behind the validations while training.", lo=1)
@@ -123,20 +127,42 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class LLMConfig:
+    """A frozen language model, as simulator or judge."""
+
+    path: str | None = d(None, "model: folder of its weights and tokenizer.")
+    url: str | None = d(None, "http: base URL of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1.")
+    name: str | None = d(None, "http: the model that is asked for; null: the first that the server lists.")
+    key_env: str | None = d(None, "http: the environment variable that holds the server's key; null: none.")
+    temperature: float = d(0.6, "Its sampling temperature; 0 is greedy.", lo=0)
+    max_new_tokens: int = d(512, "Tokens of an answer at most.", lo=1, hi=16384)
+    concurrency: int = d(16, "Answers written at a time: rows of the KV cache (model), connections (http).", lo=1)
+    timeout_s: float = d(540.0, "http: seconds of one try.", above=0, hi=86400)
+    retries: int = d(2, "http: tries after the first, with growing pauses.", lo=0)
+    cache: str | None = d(None, "Folder that keeps its answers by what was asked, so that a run repeats; null: none.")
+
+
+@dataclass(frozen=True)
 class SimulatorConfig:
-    responder: Literal["rules"] = d("rules", "What answers a valid call: the offline rules.")
-    seed: int = d(0, "Seed of the values that query tools answer with.", lo=0, hi=2**32 - 1)
+    responder: Literal["rules", "model", "http", "python"] = d(
+        "rules", "What answers a valid call: offline rules, a frozen model in process or at a server, own functions.")
+    python: str | None = d(None, "responder python: file of the functions that are the tools.")
+    llm: LLMConfig = d(LLMConfig(), "responder model or http: the frozen model.")
+    seed: int = d(0, "Seed of the values that query tools answer with, and of a frozen model.", lo=0, hi=2**32 - 1)
     use_schema: bool = d(True, "Check calls against the task's schemas; false is the paper's condition without SGLS.")
-    timeout_s: float = d(30.0, "Seconds a responder other than the rules has for a call; then the call has failed.",
+    timeout_s: float = d(30.0, "Seconds a Python function or callable has for a call; then the call has failed.",
                          above=0, hi=86400)
 
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    noise: float = d(0.0, "Chance that a rating moves one step, to study an unreliable judge.", **FRACTION)
-    seed: int = d(0, "Seed of that noise.", lo=0, hi=2**32 - 1)
+    kind: Literal["rules", "model", "http"] = d(
+        "rules", "What rates replies: offline rules, or a frozen model in process or at a server.")
+    llm: LLMConfig = d(LLMConfig(temperature=0.0), "kind model or http: the frozen model.")
+    noise: float = d(0.0, "rules: chance that a rating moves one step, to study an unreliable judge.", **FRACTION)
+    seed: int = d(0, "Seed of that noise, and of a frozen model.", lo=0, hi=2**32 - 1)
     failure_score: float = d(0.0, "Summary score when the judge fails or its rating cannot be read.", **FRACTION)
-    timeout_s: float = d(120.0, "Seconds a judge other than the rules has for the replies of a step; the rest failed.",
+    timeout_s: float = d(120.0, "Seconds a judge of your own has for the replies of a step; the rest failed.",
                          above=0, hi=86400)
 
 
@@ -371,11 +397,15 @@ def leaves(kind: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, An
             yield f"{prefix}{f.name}", hints[f.name], f
 
 
+def _at(config: Config, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), config)
+
+
 def describe() -> str:
     """Every key with its default, what it takes and its sentence; for --help and the README."""
     lines = []
     for path, kind, f in leaves():
-        shown = yaml.safe_dump(_plain(f.default), default_flow_style=True, width=1000).split("\n")[0]
+        shown = yaml.safe_dump(_plain(_at(Config(), path)), default_flow_style=True, width=1000).split("\n")[0]
         lines.append(f"{path} = {shown}  ({_expected(kind, f.metadata['limits'])})\n    {f.metadata['doc']}")
     return "\n".join(lines)
 
@@ -474,20 +504,14 @@ def validate(config: Config, origin: dict[str, str] | None = None) -> Config:
     """
     origin = origin or {}
 
-    def get(path: str) -> Any:
-        value: Any = config
-        for part in path.split("."):
-            value = getattr(value, part)
-        return value
-
     def need(good: bool, path: str, expected: str) -> None:
         if not good:
-            found = get(path)
+            found = _at(config, path)
             source = [origin[k] for k in origin if k == path or k.startswith(f"{path}.")] or ["a default"]
             raise _error(path, to_dict(found) if is_dataclass(found) else found, expected, source[-1])
 
     for path, kind, f in leaves():
-        _convert(get(path), kind, f.metadata["limits"], path, origin.get(path, "set in code"))
+        _convert(_at(config, path), kind, f.metadata["limits"], path, origin.get(path, "set in code"))
 
     model, data, rl, sft, adv, loss = config.model, config.data, config.rl, config.sft, config.advantage, config.loss
     if model.path is None:
@@ -507,6 +531,14 @@ def validate(config: Config, origin: dict[str, str] | None = None) -> Config:
         need(rl.steps is not None or not rl.enabled, "rl.steps", "a number, as data.kind world has no last prompt")
         shares = [getattr(data.mix, f.name) for f in fields(data.mix)]
         need(abs(sum(shares) - 1) <= 1e-6, "data.mix", f"shares that sum to 1, not {sum(shares):.6g}")
+    for path, kind, llm in (("simulator", config.simulator.responder, config.simulator.llm),
+                            ("judge", config.judge.kind, config.judge.llm)):
+        for key, reader in (("path", "model"), ("url", "http")):
+            need((getattr(llm, key) is not None) == (kind == reader), f"{path}.llm.{key}",
+                 f"a value with kind {reader} and null without; the kind is {kind}")
+    need((config.simulator.python is not None) == (config.simulator.responder == "python"), "simulator.python",
+         f"a file with responder python and null without; the responder is {config.simulator.responder}")
+    need(config.judge.noise == 0 or config.judge.kind == "rules", "judge.noise", "0, as only kind rules reads it")
     need(config.reward.mix.process + config.reward.mix.summary > 0, "reward.mix", "weights that are not both 0")
     need(config.chat.parallel == "list" or config.reward.parallel_rule == "first_turn", "reward.parallel_rule",
          "first_turn, as chat.parallel blocks writes parallel calls as several blocks")

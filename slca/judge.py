@@ -1,10 +1,10 @@
-"""The judge of replies: one of the paper's five ratings, by rules instead of a language model.
+"""The judge of replies: one of the paper's five ratings, by rules or by a frozen language model.
 
-It sees the question, the tool results and the reply, never the calls. Coverage is the share of the asked facts that
-the reply names; faithfulness the share of the values it states (numbers, names) that stand in a tool result or in the
-conversation. The rating is their product on the five steps. A seeded noise can move it, to study an unreliable judge.
+It sees the question, the tool results and the reply, never the calls. Rules: coverage is the share of the asked facts
+that the reply names; faithfulness the share of the values it states (numbers, names) that stand in a tool result or in
+the conversation. The rating is their product on the five steps. A seeded noise can move it, to study an unreliable
+judge. They cannot see clarity, which a model is asked for too; how often the two agree is counted.
 Any other judge is an object with the same `rate`, and not trusted to give ratings: see `rated`.
-Left out: clarity, which rules cannot see, and a language model as judge.
 """
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from slca.config import RewardConfig
-from slca.rewards import RATINGS, WEIGHTS, score_turns, wants_judge, with_summary
+from slca.config import JudgeConfig, RewardConfig
+from slca.llm import Writer
+from slca.rewards import RATINGS, WEIGHTS, parse_rating, score_turns, wants_judge, with_summary
 from slca.sampler import row_stream
 from slca.simulator import in_time, names
 
@@ -62,6 +63,40 @@ class RulesJudge:
         return step
 
 
+EXAMINER = """You rate the final reply of an assistant that used tools. You are given the conversation, the results of \
+its tool calls and the reply. Judge whether the reply reads the results correctly, answers all that was asked, and is \
+clear; a statement that neither the results nor the conversation support is wrong. Do not judge which tools were called.
+Write exactly:
+<response_quality>
+<reasoning>one or two sentences</reasoning>
+<rating>one of: very poor, poor, acceptable, good, excellent</rating>
+</response_quality>"""
+
+
+class LLMJudge:
+    """A frozen model's ratings (paper Tables 3 and 4); `writer` counts what it was asked."""
+
+    def __init__(self, writer: Writer):
+        self.writer = writer
+
+    def rate(self, replies: Sequence[Reply]) -> list[float | None]:
+        """One score in {0, .25, .5, .75, 1} a reply; None: no answer, or none that can be read."""
+        texts = self.writer.texts([examiner_chat(r) for r in replies])
+        return [None if text is None else parse_rating(text) for text in texts]
+
+
+def examiner_chat(r: Reply) -> list[dict]:
+    results = "\n\n".join(f"[Tool Response {i}]\n{text.strip()}" for i, text in enumerate(r.results, 1))
+    parts = (("Conversation", r.context), ("Tool results", results or "none"), ("Reply", r.reply))
+    return [{"role": "system", "content": EXAMINER},
+            {"role": "user", "content": "\n\n".join(f"# {name}\n{text}" for name, text in parts)}]
+
+
+def make_judge(c: JudgeConfig, noise: float = 0.0) -> RulesJudge | LLMJudge:
+    """The judge of a configuration; noise: of the rules. ValueError or OSError where its model cannot be used."""
+    return RulesJudge(noise, c.seed) if c.kind == "rules" else LLMJudge(Writer(c.kind, c.llm, c.seed))
+
+
 def rating_step(r: Reply) -> int:
     """0 (very poor) to 4 (excellent): coverage * faithfulness, to the nearest step, halves up."""
     reply = _CALL.sub(" ", r.reply).strip()
@@ -102,10 +137,11 @@ def faithfulness(reply: str, r: Reply) -> float:
 def rated(judge, replies: Sequence[Reply], timeout_s: float) -> list[float | None]:
     """The judge's rating of each reply; None where it failed: it raised, hung, or gave no number in [0, 1].
 
-    The rules run right here. Another judge runs in a thread and has timeout_s for all. Where its answer to the batch
-    is not one rating a reply, it is asked for each alone: one reply that breaks it costs the others nothing.
+    The rules and a frozen model, which mind their time, run right here. Another judge runs in a thread and has
+    timeout_s for all. Where its answer to the batch is not one rating a reply, it is asked for each alone: one reply
+    that breaks it costs the others nothing.
     """
-    if isinstance(judge, RulesJudge):
+    if isinstance(judge, RulesJudge | LLMJudge):
         return judge.rate(replies)
     end = time.monotonic() + timeout_s
 
@@ -120,11 +156,12 @@ def rated(judge, replies: Sequence[Reply], timeout_s: float) -> list[float | Non
     return ask(list(replies)) if replies else []
 
 
-def score_episodes(episodes: Sequence[Episode], judge: RulesJudge, cfg: RewardConfig,
+def score_episodes(episodes: Sequence[Episode], judge: RulesJudge | LLMJudge, cfg: RewardConfig,
                    failure_score: float = 0.0, timeout_s: float = 120.0) -> None:
     """Fill in every episode's rewards: the rules first, then one batch to the judge where its rating counts.
 
-    A reply that the judge fails to rate gets failure_score and is counted on its episode.
+    A reply that the judge fails to rate gets failure_score and is counted on its episode. Where it does rate it, the
+    episode notes whether the rules without noise give the same.
     """
     weights = {k: getattr(cfg.weights, k) for k in WEIGHTS}
     for e in episodes:
@@ -135,6 +172,8 @@ def score_episodes(episodes: Sequence[Episode], judge: RulesJudge, cfg: RewardCo
                      [text for role, text in e.turns if role == "tool"], e.rewards.final_reply,
                      e.task.facts) for e in asked]
     ratings = {id(e): r for e, r in zip(asked, rated(judge, replies, timeout_s), strict=True)}
+    for e, rule in zip(asked, RulesJudge().rate(replies), strict=True):
+        e.judge_agrees = None if ratings[id(e)] is None else ratings[id(e)] == rule
     for e in episodes:
         e.judge_failures = int(id(e) in ratings and ratings[id(e)] is None)
         score = failure_score if e.judge_failures else ratings.get(id(e))

@@ -18,8 +18,10 @@ from slca.learner import CHUNK_LOGITS, POSITION_STEP
 from slca.model import PLAIN_SCORES, ModelConfig, Policy, bf16_runs
 from slca.optim import CHUNK
 from slca.sampler import GROUP_STEP, PREFILL_TOKENS, WIDTH_STEP, Sampler, rounded
+from slca.weights import read_config
 
 SPARE = 0.08  # of the available memory
+FROZEN_CHAT = 2048
 BATCH_BYTES = 3 * 8 + 3 * 4  # of a token in `Batch`: ids, labels, mask; two log-probabilities, advantage
 
 
@@ -70,8 +72,9 @@ def plan(cfg: Config, shape: ModelConfig, world: int, tokenizer_size: int | None
          device: str | None = None) -> dict[str, float]:
     """Bytes a rank by what they are for, and their "peak". tokenizer_size: ids the head is cut to; device: cuda or cpu.
 
-    weights, optimiser, reference and batch are always there; gradients, gathered weights and activations only while
-    learning; sampling's and validation's intermediates only then. Rollout copy and KV cache stay if rollout.keep_copy.
+    weights, optimiser, reference, frozen models and batch are always there; gradients, gathered weights and activations
+    only while learning; sampling's and validation's intermediates only then. Rollout copy and KV cache stay if
+    rollout.keep_copy.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     s, c = sizes(cfg, shape, world, device), cfg.rollout
@@ -87,6 +90,7 @@ def plan(cfg: Config, shape: ModelConfig, world: int, tokenizer_size: int | None
         "gradients": s.trained * 4 / world,
         "optimiser": max(_optimiser_state(cfg, s)) / world,
         "reference": s.weights * s.held / world * (cfg.rl.enabled and cfg.loss.kl_coef > 0 and not s.adapters),
+        "frozen": _frozen(cfg, device),
         "batch": BATCH_BYTES * prompts * group_size * (c.max_prompt_tokens + c.max_response_tokens),
         # embedding, head and two blocks: the one that runs and the next
         "gathered": s.gathered * (s.tables + 2 * s.matrices / shape.num_hidden_layers),
@@ -105,10 +109,29 @@ def plan(cfg: Config, shape: ModelConfig, world: int, tokenizer_size: int | None
     found["validation"] = _packed(s, device) + cache(1, rows, rows, cfg.eval.max_prompt_tokens,
                                                      cfg.eval.max_response_tokens) + sampler_bytes(
         shape, s, rows, 0, length, vocabulary)
-    always = sum(found[name] for name in ("weights", "optimiser", "reference", "batch"))
+    always = sum(found[name] for name in ("weights", "optimiser", "reference", "frozen", "batch"))
     copy = found["rollout copy"] + found["KV cache"]
     learner = found["gradients"] + found["gathered"] + found["activations"]
     found["peak"] = always + max(copy + found["sampling"], copy * c.keep_copy + max(learner, found["validation"]))
+    return found
+
+
+def _frozen(cfg: Config, device: str) -> float:
+    """Models of simulator and judge in process: weights once, and for each asker its packed copy and a cache.
+
+    The cache is reckoned with chats of FROZEN_CHAT tokens: how long the tools' definitions are is not known here.
+    """
+    askers = [llm for llm, kind in ((cfg.simulator.llm, cfg.simulator.responder), (cfg.judge.llm, cfg.judge.kind))
+              if kind == "model"]
+    size = 2 if device == "cuda" or bf16_runs(torch.device("cpu")) else 4
+    found, loaded = 0.0, set()
+    for llm in askers:
+        shape = read_config(Path(llm.path))
+        with torch.device("meta"):
+            weights = sum(p.numel() for p in Policy(shape).parameters())
+        found += 2 * weights * size + cache_bytes(shape, size, llm.concurrency, FROZEN_CHAT + llm.max_new_tokens)
+        found -= weights * size * (llm.path in loaded)
+        loaded.add(llm.path)
     return found
 
 

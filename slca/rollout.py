@@ -53,6 +53,7 @@ class Episode:
     results_cut: int = 0  # results over the limit of characters
     results_forged: int = 0  # results that spell a control token; it stays text
     judge_failures: int = 0  # 1 where the judge did not rate the reply
+    judge_agrees: bool | None = None  # with the rules, where it rated the reply
     rewards: HierR | None = None
 
     @property
@@ -74,23 +75,47 @@ class Episode:
         assert len(lengths) == 1, f"per-token records of unequal length: {lengths}"
 
 
-def run_turn(text: str, tools: list[dict], simulator: Simulator, max_calls: int) -> tuple[list[str], int, int, bool]:
-    """Answer the calls of one assistant turn -> (results, how many are errors, calls cut off, malformed).
+@dataclass
+class Turn:
+    """The calls of an assistant turn. answers: for each a text that is ready, or the (call,) to be answered."""
 
-    A block that is no JSON, or a tag without its partner, is malformed; it gets an error observation. An element that
-    is no valid call gets the simulator's. A failed responder's is no error of the model. No call at all: no results.
+    answers: list[str | tuple]
+    cut: int  # calls over the limit, left out
+    malformed: bool
+
+
+def read_turn(text: str, max_calls: int) -> Turn:
+    """A block that is no JSON, or a tag without its partner, is malformed; it gets an error observation.
+
+    An element that is no valid call gets the simulator's. No call at all: no answers.
     """
     parsed = parse_blocks(text)
     unreadable = error_text("a tool call must be JSON between <tool_call> and </tool_call>")
-    answers = []  # a text that is ready, or a call to be answered
+    answers: list[str | tuple] = []
     for block in parsed.blocks:
         answers += [unreadable] if block is None else [(element,) for element in block]
     unpaired = max(parsed.n_open, parsed.n_close) > len(parsed.blocks)
-    cut = max(0, len(answers) - max_calls)
-    answers = answers[:max_calls] + [unreadable] * unpaired
-    results = [a if isinstance(a, str) else simulator.respond(a[0], tools) for a in answers]
-    errors = sum(is_error(r) and not is_failure(r) for r in results)
-    return results, errors, cut, unpaired or None in parsed.blocks
+    return Turn(answers[:max_calls] + [unreadable] * unpaired, max(0, len(answers) - max_calls),
+                unpaired or None in parsed.blocks)
+
+
+def answer_turns(turns: Sequence[tuple[Turn, list[dict]]], simulator: Simulator) -> list[list[str]]:
+    """The results of each (turn, tools); the calls of all turns reach the simulator together."""
+    asked = [(a[0], tools) for turn, tools in turns for a in turn.answers if not isinstance(a, str)]
+    found = iter(simulator.respond_all(asked))
+    return [[a if isinstance(a, str) else next(found) for a in turn.answers] for turn, _ in turns]
+
+
+def run_turn(text: str, tools: list[dict], simulator: Simulator, max_calls: int) -> tuple[list[str], int, int, bool]:
+    """One assistant turn alone -> (results, how many are errors of the model, calls cut off, malformed)."""
+    turn = read_turn(text, max_calls)
+    results, = answer_turns([(turn, tools)], simulator)
+    return results, call_errors(results), turn.cut, turn.malformed
+
+
+def call_errors(results: Sequence[str]) -> int:
+    """How many report a fault of the call; a failed responder's is none of the model's."""
+    return sum(is_error(r) and not is_failure(r) for r in results)
 
 
 def shorten(result: str, limit: int) -> str:
@@ -138,8 +163,13 @@ def rollout(policy: Policy, tokenizer, tasks: Sequence[Task], simulator: Simulat
         feed: dict[Row, list[int]] = {}
         # a row the last round left in the middle of its turn has drawn tokens that its episode does not hold yet
         budgets = [limit - live[row].response_length - len(row.fresh.ids) for row in rows]
-        for row in sampler.decode(rows, budgets, leave):
-            ids = _after_turn(row, live[row], tokenizer, simulator, cfg, limit)
+        ended = sampler.decode(rows, budgets, leave)
+        turns = [_record_turn(row, live[row], tokenizer, cfg) for row in ended]
+        with phases("simulator"):
+            answers = answer_turns([(turn, live[row].task.tools) for row, turn in zip(ended, turns, strict=True)],
+                                   simulator)
+        for row, turn, results in zip(ended, turns, answers, strict=True):
+            ids = _after_turn(row, live[row], turn, results, tokenizer, cfg, limit)
             if ids is None:
                 del live[row]
                 sampler.release([row])
@@ -165,30 +195,33 @@ def make_sampler(policy: Policy, tokenizer, cfg: Config, group_size: int, groups
     return sampler
 
 
-def _after_turn(row: Row, episode: Episode, tokenizer, simulator: Simulator, cfg: Config,
-                limit: int) -> list[int] | None:
-    """Record a sampled turn; -> the ids to go on with (recorded too), or None where the episode ends."""
-    turn, rule, bounds = row.fresh, cfg.advantage.segmenter, cfg.rollout
-    text = tokenizer.decode(turn.ids)
+def _record_turn(row: Row, episode: Episode, tokenizer, cfg: Config) -> Turn:
+    """Write a sampled turn down; -> its calls, none where the turn was cut off."""
+    text = tokenizer.decode(row.fresh.ids)
     for stop in (tokenizer.decode([i]) for i in tokenizer.stop_ids):
         text = text.removesuffix(stop)
-    episode.append(turn.ids, turn.logprobs, CALL_OPEN in text)
+    episode.append(row.fresh.ids, row.fresh.logprobs, CALL_OPEN in text)
     episode.turns.append(("assistant", text))
-    if not turn.stopped:
+    return read_turn(text, cfg.rollout.max_calls_per_turn) if row.fresh.stopped else Turn([], 0, False)
+
+
+def _after_turn(row: Row, episode: Episode, turn: Turn, results: list[str], tokenizer, cfg: Config,
+                limit: int) -> list[int] | None:
+    """Take the results of a turn; -> the ids to go on with (recorded too), or None where the episode ends."""
+    rule, bounds = cfg.advantage.segmenter, cfg.rollout
+    if not row.fresh.stopped:
         return episode.finish("length_limit", rule)
-    with phases("simulator"):
-        results, errors, cut, malformed = run_turn(text, episode.task.tools, simulator, bounds.max_calls_per_turn)
-    episode.call_errors, episode.calls_cut = episode.call_errors + errors, episode.calls_cut + cut
+    episode.call_errors, episode.calls_cut = episode.call_errors + call_errors(results), episode.calls_cut + turn.cut
     episode.responder_failures += sum(map(is_failure, results))
     episode.results_cut += sum(len(r) > bounds.max_tool_chars for r in results)
     results = [shorten(r, bounds.max_tool_chars) for r in results]  # before anything reads a result of megabytes
     episode.results_forged += sum(any(token in r for token in tokenizer.control) for r in results)
-    if not results or malformed and bounds.malformed_call == "stop":
-        return episode.finish("malformed" if malformed else "answered", rule)
+    if not results or turn.malformed and bounds.malformed_call == "stop":
+        return episode.finish("malformed" if turn.malformed else "answered", rule)
     assistant_turns = sum(role == "assistant" for role, _ in episode.turns)
     if assistant_turns >= bounds.max_assistant_turns or episode.tool_turns >= bounds.max_tool_turns:
         return episode.finish("turn_limit", rule)
-    ids = chat.tool_turn(results, tokenizer, closed=turn.ids[-1] == tokenizer.token_to_id(chat.END))
+    ids = chat.tool_turn(results, tokenizer, closed=row.fresh.ids[-1] == tokenizer.token_to_id(chat.END))
     if episode.response_length + len(ids) >= limit:  # the result is rolled back whole, the record ends on the call
         return episode.finish("tool_overflow", rule)
     episode.append(ids, None)

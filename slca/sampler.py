@@ -8,7 +8,7 @@ purpose: top-k, top-p and penalties, under which the stored log-probability woul
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -499,13 +499,19 @@ def generate(policy: Policy, prompts: Sequence[Sequence[int]], group_size: int =
     slots = max(group_size, min(max_rows, len(prompts) * group_size))
     sampler = Sampler(policy, slots, max(map(len, prompts)) + max_new_tokens, temperature, stop_ids, stop_strings,
                       tokenizer, dtype)
+    return complete(sampler, prompts, group_size, max_new_tokens, lambda p, m: row_stream(seed, p, m))
+
+
+def complete(sampler: Sampler, prompts: Sequence[Sequence[int]], group_size: int, max_new_tokens: int,
+             stream: Callable[[int, int], np.random.Generator]) -> list[Completion]:
+    """`generate` on a sampler without rows, of `group_size` slots at least. stream: (prompt, member) -> its numbers."""
+    slots = len(sampler.owner)
     waiting, live, results = list(range(len(prompts))), [], [[] for _ in prompts]
     while waiting or live:
         take = waiting[:sampler.free // group_size]
         waiting = waiting[len(take):]
         if take:
-            streams = [[row_stream(seed, p, m).random(max_new_tokens, np.float32) for m in range(group_size)]
-                       for p in take]
+            streams = [[stream(p, m).random(max_new_tokens, np.float32) for m in range(group_size)] for p in take]
             for p, group in zip(take, sampler.admit([prompts[p] for p in take], streams), strict=True):
                 results[p] = group
                 live += group

@@ -6,9 +6,9 @@ rules: the embedded world's own tools, and for any other tool values drawn from 
 seed) within its output schema, or a sentence with such values where it has none. Stateless: the same call gives the
 same answer, whatever the order of its arguments. `use_schema=False` is the paper's ablation without SGLS: no check,
 and answers that follow no schema.
-Any other responder is a callable and not trusted to answer: what it raises, a hang and a result that is no text become
-an error observation (`is_failure`).
-Left out: a language model as responder, and JSON Schema beyond what tools use ($ref, patterns, number ranges).
+Any other responder (`responders.py`: a frozen language model, your own functions; or a callable) is not trusted to
+answer: what it raises, a hang and a result that is no text become an error observation (`is_failure`).
+Left out: JSON Schema beyond what tools use ($ref, patterns, number ranges).
 """
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ TYPES = {
 
 
 class Simulator:
-    """Answers calls. responder: "rules", or a callable (call {"name", "arguments"}, tools) -> text. seed: of the rules.
+    """Answers calls. seed: of the rules.
 
-    A callable runs in a thread of its own, timeout_s seconds a call at most; the rules cannot hang and need none.
-    ValueError for any other responder.
+    responder: "rules"; a callable (call {"name", "arguments"}, tools) -> text, which runs in a thread of its own,
+    timeout_s seconds a call at most; or an object whose answer_all takes [(call, function schema or None)] and gives a
+    text or None for each, and minds its own time (`responders.LLMResponder`). ValueError for anything else.
     """
 
-    def __init__(self, responder: str | Callable[[dict, Sequence[dict]], str] = "rules", seed: int = 0,
+    def __init__(self, responder: str | Callable[[dict, Sequence[dict]], str] | object = "rules", seed: int = 0,
                  use_schema: bool = True, timeout_s: float = 30.0):
-        if responder != "rules" and not callable(responder):
+        if responder != "rules" and not callable(responder) and not hasattr(responder, "answer_all"):
             raise ValueError(f"responder {responder!r} is neither 'rules' nor a callable")
         self.responder, self.seed, self.use_schema, self.timeout_s = responder, seed, use_schema, timeout_s
         self.hung: list[threading.Thread] = []
@@ -58,14 +59,29 @@ class Simulator:
 
         Never raises, whatever the model wrote and whatever the responder does.
         """
-        parsed, error = check_call(call, tools) if self.use_schema else (loose_call(call), "")
-        if error:
-            return error_text(error)
+        return self.respond_all([(call, tools)])[0]
+
+    def respond_all(self, requests: Sequence[tuple[object, Sequence[dict]]]) -> list[str]:
+        """The same for many (call, tools); a frozen model is asked for all of them at once."""
+        found: list[str] = []
+        batch: dict[int, tuple[dict, dict | None]] = {}
+        for i, (call, tools) in enumerate(requests):
+            parsed, error = check_call(call, tools) if self.use_schema else (loose_call(call), "")
+            if not error and hasattr(self.responder, "answer_all"):
+                batch[i] = parsed, find_tool(parsed["name"], tools) if self.use_schema else None
+            found.append(error_text(error) if error else "" if i in batch else self._answer(parsed, tools))
+        if batch:
+            texts = self.responder.answer_all(list(batch.values()))
+            for i, text in zip(batch, texts, strict=True):
+                found[i] = text if text and not text.isspace() else error_text(f"{FAILED}: no text")
+        return found
+
+    def _answer(self, call: dict, tools: Sequence[dict]) -> str:
         if callable(self.responder):
-            return self._ask(parsed, tools)
+            return self._ask(call, tools)
         if not self.use_schema:
-            return free_answer(parsed, self.seed)
-        return answer(parsed, find_tool(parsed["name"], tools), self.seed)
+            return free_answer(call, self.seed)
+        return answer(call, find_tool(call["name"], tools), self.seed)
 
     def _ask(self, call: dict, tools: Sequence[dict]) -> str:
         self.hung = [thread for thread in self.hung if thread.is_alive()]

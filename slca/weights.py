@@ -35,7 +35,7 @@ def load_policy(
     the file and the first few keys.
     """
     folder = Path(folder)
-    config = _config(folder)
+    config = read_config(folder)
     with torch.device("meta"):  # no memory and no random draws: every tensor is replaced below
         policy = Policy(config)
     wanted = {name: tuple(p.shape) for name, p in policy.state_dict().items()}
@@ -110,7 +110,8 @@ def save_state(
     os.replace(part, folder / SINGLE)
 
 
-def _config(folder: Path) -> ModelConfig:
+def read_config(folder: Path) -> ModelConfig:
+    """The shape of a folder's policy. FileNotFoundError: no folder or config.json; ValueError: it cannot be used."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model folder")
     path = folder / "config.json"

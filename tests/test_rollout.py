@@ -68,9 +68,9 @@ class Answers:
     def __init__(self, text: str):
         self.text, self.calls = text, []
 
-    def respond(self, call, tools) -> str:
-        self.calls.append(call)
-        return self.text
+    def respond_all(self, requests) -> list[str]:
+        self.calls += [call for call, _ in requests]
+        return [self.text] * len(requests)
 
 
 @pytest.fixture

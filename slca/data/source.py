@@ -6,13 +6,14 @@ saves time.
 from __future__ import annotations
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from slca import chat
 from slca.config import Config
 from slca.data.task import Task
 from slca.data.toucan import DataError, load_tasks
 from slca.data.world import World
+from slca.responders import python_tools
 from slca.sft import Row, curriculum_task, demonstration_row
 
 POOL_STEPS = 8  # SFT steps whose rows are drawn together and sorted by length
@@ -24,6 +25,13 @@ def world_split(cfg: Config, split: str) -> World:
     mix = {f.name: getattr(cfg.data.mix, f.name) for f in fields(cfg.data.mix)}
     return World(split, cfg.seed, mix, cfg.data.flaws if split == "train" else None, cfg.data.tools_per_task,
                  cfg.simulator.seed)
+
+
+def file_tasks(cfg: Config, path: str) -> list[Task]:
+    """The tasks of a file or folder. With responder python, tasks that bring no tools are offered its functions."""
+    tasks = load_tasks(path, bad_rows=cfg.data.bad_rows)
+    offered = python_tools(cfg.simulator.python).schemas if cfg.simulator.responder == "python" else []
+    return [task if task.tools else replace(task, tools=offered) for task in tasks]
 
 
 class TaskSource:
@@ -41,10 +49,10 @@ class TaskSource:
                                 cfg.rollout.max_prompt_tokens)
             return
         if cfg.rl.enabled:
-            self.train = self._short_enough(load_tasks(d.train), d.train)
+            self.train = self._short_enough(file_tasks(cfg, d.train), d.train)
         if cfg.sft.enabled:
-            self.sft = self._learnable(load_tasks(d.sft), d.sft)
-        pool = load_tasks(d.heldout) if d.heldout else self.train or self.sft
+            self.sft = self._learnable(file_tasks(cfg, d.sft), d.sft)
+        pool = file_tasks(cfg, d.heldout) if d.heldout else self.train or self.sft
         if not d.heldout:
             print("data.heldout is not given: the tables are over training tasks")
         self.heldout, self.validation = pool[:d.eval_tasks], pool[:min(d.validation_tasks, d.eval_tasks)]

@@ -70,6 +70,11 @@ def values_right(episodes: Sequence[Episode]) -> Sums:
     return {"sft_copy": _of([e.rewards.value for e in episodes if not e.rewards.gold_empty and e.rewards.n_predicted])}
 
 
+def agreement(episodes: Sequence[Episode]) -> Sums:
+    """Share of rated replies on which the judge agrees with the rules."""
+    return {"judge_agreement": _of([float(e.judge_agrees) for e in episodes if e.judge_agrees is not None])}
+
+
 def by_subset(episodes: Sequence[Episode], success_threshold: float = 0.9) -> dict[str, dict[str, float]]:
     """The same metrics for each kind of task."""
     kinds = sorted({e.task.subset for e in episodes})
@@ -101,6 +106,7 @@ def step_sums(episodes: Sequence[Episode], batch: Batch, advantages: Advantages)
         "response_tokens": _of([e.response_length for e in episodes]),
         **{k: _of([getattr(e, k) for e in episodes])
            for k in ("responder_failures", "judge_failures", "results_cut", "results_forged")},
+        **agreement(episodes),
         "advantage_abs": mean_size(mask), "advantage_tool": mean_size(batch.labels == TOOL),
         "advantage_summary": mean_size(batch.labels == SUMMARY), "dead_tool": dead(advantages.tool),
         "dead_summary": dead(advantages.summary),

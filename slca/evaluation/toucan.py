@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from slca import chat, ranks
 from slca.config import Config
 from slca.data.task import Task
-from slca.evaluation.metrics import by_subset, means, over_ranks, sums
-from slca.judge import RulesJudge, score_episodes
+from slca.evaluation.metrics import agreement, by_subset, means, over_ranks, sums
+from slca.judge import make_judge, score_episodes
 from slca.model import Policy
+from slca.responders import make_simulator
 from slca.rewards import gold_steps
 from slca.rollout import Episode, rollout
 from slca.simulator import Simulator
@@ -22,31 +23,39 @@ BATCH = 256  # tasks rolled out at a time
 EVALUATION = 2**32  # marks evaluation in the key of a row's random stream, apart from every training step
 
 
+class NoTaskLeft(ValueError):
+    """Every prompt is over the limit."""
+
+
 @dataclass
 class Result:
     """metrics: the M of the run's summary, over all ranks; by_subset the same for each kind, of this rank; gold_turns:
-    mean gold steps a task, to hold against tool_turns; episodes: this rank's; skipped: prompts over the limit."""
+    mean gold steps a task, to hold against tool_turns; episodes: this rank's; skipped: prompts over the limit;
+    agreement: share of rated replies on which the judge agrees with the rules."""
 
     metrics: dict[str, float]
     by_subset: dict[str, dict[str, float]]
     gold_turns: float
     episodes: list[Episode]
     skipped: int
+    agreement: float
 
 
 def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temperature: float = 0.0,
-             progress: Callable[[int], None] = lambda done: None) -> Result:
+             progress: Callable[[int], None] = lambda done: None, simulator: Simulator | None = None,
+             judge=None) -> Result:
     """One rollout a task, each rank its share. progress is told how many tasks are done.
 
-    Raises ValueError where no task is left.
+    simulator, judge: None makes those of the configuration, the judge without noise.
+
+    Raises NoTaskLeft, a ValueError.
     """
-    sim = cfg.simulator
-    simulator = Simulator(sim.responder, sim.seed, sim.use_schema, sim.timeout_s)
-    judge = RulesJudge(seed=cfg.judge.seed)  # the noise is a condition of training; evaluation is not disturbed
+    simulator = simulator or make_simulator(cfg.simulator)
+    judge = judge or make_judge(cfg.judge)
     prompts = [chat.render(t.messages, t.tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
     kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.eval.max_prompt_tokens]
     if not kept:
-        raise ValueError(f"none of {len(tasks)} tasks has a prompt within {cfg.eval.max_prompt_tokens} tokens "
+        raise NoTaskLeft(f"none of {len(tasks)} tasks has a prompt within {cfg.eval.max_prompt_tokens} tokens "
                          "(eval.max_prompt_tokens)")
     episodes: list[Episode] = []
     for start in range(0, len(kept), BATCH):
@@ -60,4 +69,5 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
     threshold = cfg.eval.success_threshold
     gold_turns = sum(len(gold_steps(tasks[i].gold_calls)) for i in kept) / len(kept)
     found = means(over_ranks(sums(episodes, threshold))) | {"n": len(kept)}
-    return Result(found, by_subset(episodes, threshold), gold_turns, episodes, len(tasks) - len(kept))
+    agrees = means(over_ranks(agreement(episodes)))["judge_agreement"]
+    return Result(found, by_subset(episodes, threshold), gold_turns, episodes, len(tasks) - len(kept), agrees)
