@@ -304,6 +304,10 @@ def test_a_cut_call_is_not_run(play, tok):
     assert (e.status, simulator.calls, e.calls) == ("length_limit", [], 0)
     e = one(play, tok, [CALL], f"rollout.max_response_tokens={n}", simulator=simulator)
     assert (e.status, e.turns[-1][0]) == ("tool_overflow", "assistant")
+    simulator.calls.clear()
+    blocks = "chat.parallel=blocks", "reward.parallel_rule=first_turn"  # here a whole call may stand in a cut turn
+    e = one(play, tok, [CALL], f"rollout.max_response_tokens={n}", *blocks, simulator=simulator)
+    assert (e.status, simulator.calls, e.call_errors) == ("length_limit", [], 0)
 
 
 @pytest.mark.parametrize("segmenter, label", [("positional", 2), ("strict", 1)])
