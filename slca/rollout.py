@@ -138,7 +138,8 @@ def rollout(policy: Policy, tokenizer, tasks: Sequence[Task], simulator: Simulat
     """
     limit = cfg.rollout.max_response_tokens if max_response_tokens is None else max_response_tokens
     numbers = range(len(tasks)) if numbers is None else numbers
-    prompts = prompts or [chat.render(t.messages, t.tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
+    prompts = prompts or [chat.render(t.messages, t.shown_tools, tokenizer, parallel=cfg.chat.parallel)
+                          for t in tasks]
     if sampler is not None:
         with phases("pack weights"):
             sampler.refresh()

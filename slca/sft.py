@@ -35,7 +35,7 @@ def demonstration_row(task: Task, tokenizer, parallel: str, prompt_weight: float
     """
     if not task.demonstration or task.demonstration[0]["role"] != "assistant":
         raise ValueError(f"task {task.id}: a demonstration that begins with an assistant message was expected")
-    ids = chat.render(task.messages, task.tools, tokenizer, parallel=parallel)
+    ids = chat.render(task.messages, task.shown_tools, tokenizer, parallel=parallel)
     weights, results = [prompt_weight] * len(ids), []
     for i, message in enumerate(task.demonstration):
         if message["role"] == "tool":

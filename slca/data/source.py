@@ -84,7 +84,7 @@ class TaskSource:
         return demonstration_row(task, self.tokenizer, self.cfg.chat.parallel, sft.prompt_loss_weight, sft.max_tokens)
 
     def _prompt_length(self, task: Task) -> int:
-        return len(chat.render(task.messages, task.tools, self.tokenizer, parallel=self.cfg.chat.parallel))
+        return len(chat.render(task.messages, task.shown_tools, self.tokenizer, parallel=self.cfg.chat.parallel))
 
     def sft_steps(self) -> int:
         """The most steps SFT may take."""

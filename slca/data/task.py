@@ -31,6 +31,13 @@ class Task:
         return [tool["function"]["name"] for tool in self.tools]
 
     @property
+    def shown_tools(self) -> list[dict]:
+        """The tools as a prompt prints them: a result's schema is for the simulator, and long."""
+        hidden = ("output_schema", "outputSchema")
+        return [{**tool, "function": {k: v for k, v in tool["function"].items() if k not in hidden}}
+                for tool in self.tools]
+
+    @property
     def question(self) -> str:
         """The text of the last user turn."""
         return next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), "")
