@@ -1,4 +1,8 @@
-"""Messages and tools -> text and ids: Qwen2.5's chat and tool format (Hermes style), written by hand.
+"""Messages and tools -> text and ids: the chat and tool formats of Qwen2.5 and Qwen3 (Hermes style), by hand.
+
+Which of the two is the tokenizer's matter (`Tokenizer.template`). Qwen3 has no default system line, keeps the thoughts
+of the turns after the last user query and drops older ones, and puts an empty think block before a last turn that has
+no thought.
 
 Every dialogue is a list of spans (text, trusted). Only what this file writes itself is trusted, so that content cannot
 forge a turn: `<|im_end|>` in a tool result stays text. One exception, for past and demonstrated assistant turns: the
@@ -8,7 +12,12 @@ calls and the tools' schemas are data and never count.
 Two forms for parallel calls: "list" (the paper's) writes one `<tool_call>` block with a JSON list where a turn makes
 two calls or more, "blocks" (Qwen's own) one block a call. A single call looks the same in both.
 
-Left out: templates of other model families, images, and reading a sampled turn (`rewards.parse_blocks`).
+Qwen2.5's own template leaves `reasoning_content` out, and so does the "blocks" form of a dialogue; the "list" form and
+what the assistant is to write (`assistant_target`) have it as a think block. Names and text arguments of calls are
+checked and written as JSON; Qwen3's template takes valid text arguments as they stand, and so does its form here.
+
+Left out: templates of other model families (also Qwen3's later ones for models that only think or never do), Qwen3's
+`enable_thinking=False`, images, and reading a sampled turn (`rewards.parse_blocks`).
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from .tokenizer import Span, Tokenizer
+from .tokenizer import QWEN3, QWEN25, Span, Tokenizer
 
 DEFAULT_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 TOOLS_BEFORE = (
@@ -46,7 +55,7 @@ def render(
     "tool_calls", each {"name", "arguments"} or {"function": {"name", "arguments"}} with the arguments as an object or
     as JSON text, and "reasoning_content". ValueError names the message and the field that is wrong.
     """
-    return tokenizer.encode_spans(_dialogue(messages, tools, add_generation_prompt, parallel))
+    return tokenizer.encode_spans(_dialogue(messages, tools, add_generation_prompt, parallel, tokenizer.template))
 
 
 def render_text(
@@ -56,11 +65,12 @@ def render_text(
     add_generation_prompt: bool = True,
     parallel: str = "list",
 ) -> str:
-    """The text whose ids `render` gives; with parallel="blocks" it is that of Qwen2.5's own template.
+    """The text whose ids `render` gives; with parallel="blocks" it is that of the model's own template.
 
-    The arguments are those of `render`; a tokenizer is not needed.
+    The arguments are those of `render`; the tokenizer only names the template, without one it is Qwen2.5's.
     """
-    return "".join(text for text, _ in _dialogue(messages, tools, add_generation_prompt, parallel))
+    template = QWEN25 if tokenizer is None else tokenizer.template
+    return "".join(text for text, _ in _dialogue(messages, tools, add_generation_prompt, parallel, template))
 
 
 def tool_turn(results: Sequence[str], tokenizer: Tokenizer, closed: bool) -> list[int]:
@@ -84,29 +94,28 @@ def assistant_target(message: dict, tokenizer: Tokenizer, parallel: str = "list"
 
     In "list" form a turn that calls stops at `</tool_call>`, as the sampler does; the `<|im_end|>` after it is glue
     that `tool_turn` adds. All other turns stop at `<|im_end|>`.
+
+    With Qwen3 the ids are those of the full render too, taken once a call's results have followed: a turn that calls
+    has a think block if it has a thought, one that does not has a think block in any case. (One limit of any template
+    here: a full render may join the line end of `assistant\\n` and one that a message begins with into one token, which
+    no policy can.)
     """
     _check_parallel(parallel)
     if _role(message, 0) != "assistant":
         raise ValueError(f"assistant_target: a message of role 'assistant' expected, found {message['role']!r}")
-    spans = list(_assistant(message, 0, parallel))
+    calling = bool(message.get("tool_calls")) or _content(message, 0, required=False).rstrip().endswith(CALL_END)
+    spans = list(_assistant(message, 0, parallel, tokenizer.template, current=True, last=not calling))
     stops_at_call = parallel == "list" and bool(spans) and spans[-1] == (CALL_END, True)
     return tokenizer.encode_spans(spans if stops_at_call else [*spans, (END, True)])
 
 
-def _dialogue(messages, tools, add_generation_prompt, parallel) -> Iterator[Span]:
+def _dialogue(messages, tools, add_generation_prompt, parallel, template) -> Iterator[Span]:
     _check_parallel(parallel)
     if not messages:
         raise ValueError("messages: empty")
     roles = [_role(message, i) for i, message in enumerate(messages)]
-    yield f"{START}system\n", True
-    yield (_content(messages[0], 0), False) if roles[0] == "system" else (DEFAULT_SYSTEM, True)
-    if tools:
-        yield TOOLS_BEFORE, True
-        for k, tool in enumerate(tools):
-            yield "\n", True
-            yield _json(tool, f"tools[{k}]"), False
-        yield TOOLS_AFTER, True
-    yield f"{END}\n", True
+    yield from _system(_content(messages[0], 0) if roles[0] == "system" else None, tools, template)
+    query = _last_query(messages, roles) if template == QWEN3 else -1
     for i, (message, role) in enumerate(zip(messages, roles, strict=True)):
         if role == "tool":
             first = i == 0 or roles[i - 1] != "tool"
@@ -114,7 +123,9 @@ def _dialogue(messages, tools, add_generation_prompt, parallel) -> Iterator[Span
             yield from _tool(_content(message, i), first, last)
         elif role == "assistant":
             yield f"{START}assistant\n", True
-            yield from _assistant(message, i, parallel)
+            if template == QWEN25 and parallel == "blocks":  # Qwen2.5's template knows no thoughts of their own
+                message = {k: v for k, v in message.items() if k != "reasoning_content"}
+            yield from _assistant(message, i, parallel, template, i > query, i + 1 == len(roles))
             yield f"{END}\n", True
         elif role == "user" or i > 0:
             yield f"{START}{role}\n", True
@@ -124,6 +135,37 @@ def _dialogue(messages, tools, add_generation_prompt, parallel) -> Iterator[Span
         yield f"{START}assistant\n", True
 
 
+def _system(content: str | None, tools, template: str) -> Iterator[Span]:
+    """The system turn; `content` None where the dialogue brings none."""
+    if content is None and not tools and template == QWEN3:
+        return
+    before = TOOLS_BEFORE
+    yield f"{START}system\n", True
+    if content is not None:
+        yield content, False
+    elif template == QWEN25:
+        yield DEFAULT_SYSTEM, True
+    else:
+        before = before.lstrip("\n")  # nothing stands before it
+    if tools:
+        yield before, True
+        for k, tool in enumerate(tools):
+            yield "\n", True
+            yield _json(tool, f"tools[{k}]"), False
+        yield TOOLS_AFTER, True
+    yield f"{END}\n", True
+
+
+def _last_query(messages, roles: list[str]) -> int:
+    """Index of the last user message that is no tool result in a user's clothes; the last index if there is none."""
+    for i in reversed(range(len(roles))):
+        if roles[i] == "user":
+            content = _content(messages[i], i)
+            if not (content.startswith("<tool_response>") and content.endswith("</tool_response>")):
+                return i
+    return len(roles) - 1
+
+
 def _tool(content: str, first: bool, last: bool) -> Iterator[Span]:
     """One result; neighbouring results share a user turn."""
     yield (f"{START}user" if first else "") + "\n<tool_response>\n", True
@@ -131,21 +173,35 @@ def _tool(content: str, first: bool, last: bool) -> Iterator[Span]:
     yield "\n</tool_response>" + (f"{END}\n" if last else ""), True
 
 
-def _assistant(message: dict, i: int, parallel: str) -> Iterator[Span]:
-    """An assistant turn between `<|im_start|>assistant\\n` and `<|im_end|>`."""
-    calls = _calls(message, i)
+def _assistant(message: dict, i: int, parallel: str, template: str, current: bool, last: bool) -> Iterator[Span]:
+    """An assistant turn between `<|im_start|>assistant\\n` and `<|im_end|>`.
+
+    current: no user query has followed it; last: it is the dialogue's last message. Only Qwen3's form asks for them.
+    """
+    calls = _calls(message, i, template)
     reasoning = message.get("reasoning_content")
     if reasoning is not None and not isinstance(reasoning, str):
         raise ValueError(f"message {i}: reasoning_content is {type(reasoning).__name__}, not str")
-    if reasoning:
+    content = _content(message, i, required="tool_calls" not in message and not reasoning)
+    thought = [(reasoning, False)] if reasoning else []
+    thinks, body = bool(reasoning), content
+    if template == QWEN3:
+        if reasoning is None and "</think>" in content:  # the thought stands in the content
+            reasoning = content.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+            content = content.split("</think>")[-1].lstrip("\n")
+            thought = list(_tagged(reasoning))
+        else:
+            thought = [((reasoning or "").strip("\n"), False)]
+        thinks = current and (last or bool(reasoning))
+        body = content.lstrip("\n") if thinks else content
+    if thinks:
         yield "<think>", True
-        yield f"\n{reasoning}\n", False
+        yield "\n", False
+        yield from thought
+        yield "\n", False
         yield "</think>", True
         yield "\n\n", True
-    content = _content(message, i, required="tool_calls" not in message and not reasoning)
-    for k, part in enumerate(ASSISTANT_TAGS.split(content)):
-        if part:
-            yield part, k % 2 == 1
+    yield from _tagged(body)
     blocks = [f"[{', '.join(calls)}]"] if parallel == "list" and len(calls) > 1 else calls
     for k, block in enumerate(blocks):
         yield ("\n" if content or k else "") + "<tool_call>\n", True
@@ -154,8 +210,15 @@ def _assistant(message: dict, i: int, parallel: str) -> Iterator[Span]:
         yield CALL_END, True
 
 
-def _calls(message: dict, i: int) -> list[str]:
-    """The calls of a message, each as JSON text."""
+def _tagged(text: str) -> Iterator[Span]:
+    """An assistant's own text, in which its four tags count."""
+    for k, part in enumerate(ASSISTANT_TAGS.split(text)):
+        if part:
+            yield part, k % 2 == 1
+
+
+def _calls(message: dict, i: int, template: str) -> list[str]:
+    """The calls of a message, each as JSON text. Qwen3's template writes arguments that are text as they stand."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
         raise ValueError(f"message {i}: tool_calls is {type(calls).__name__}, not a list")
@@ -165,7 +228,7 @@ def _calls(message: dict, i: int) -> list[str]:
         call = call.get("function", call) if isinstance(call, dict) else call
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError(f"{where}.name is missing or not a string")
-        arguments = call.get("arguments")
+        arguments = given = call.get("arguments")
         if isinstance(arguments, str) and arguments.strip():
             try:
                 arguments = json.loads(arguments)
@@ -175,7 +238,10 @@ def _calls(message: dict, i: int) -> list[str]:
             arguments = {}
         if not isinstance(arguments, dict):
             raise ValueError(f"{where}.arguments is {type(arguments).__name__}, not an object")
-        texts.append(_json({"name": call["name"], "arguments": arguments}, f"{where}.arguments"))
+        text = _json({"name": call["name"], "arguments": arguments}, f"{where}.arguments")
+        if template == QWEN3 and isinstance(given, str) and given.strip():
+            text = f'{{"name": {_json(call["name"], where)}, "arguments": {given}}}'
+        texts.append(text)
     return texts
 
 

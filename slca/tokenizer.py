@@ -19,6 +19,7 @@ from pathlib import Path
 Span = tuple[str, bool]  # text, trusted
 
 QWEN_STOPS = ("<|im_end|>", "<|endoftext|>")
+QWEN25, QWEN3 = "qwen2.5", "qwen3"  # chat templates
 OTHER_STOPS = ("</s>", "<|eot_id|>", "<|end_of_text|>", "<eos>")  # only where no configuration names a stop
 
 
@@ -62,6 +63,15 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         raise NotImplementedError
+
+    @property
+    def template(self) -> str:
+        """The chat template of the vocabulary: "qwen3" where `<think>` and `<tool_response>` are both control tokens.
+
+        Else "qwen2.5": Qwen2.5 and SmolLM2 have neither, the embedded world has the first alone. The vocabulary
+        decides, not a template in a configuration file: it is what a policy was trained with, and what export keeps.
+        """
+        return QWEN3 if {"<think>", "<tool_response>"} <= self.control.keys() else QWEN25
 
     def encode(self, text: str) -> list[int]:
         """Ids of trusted text: control tokens written in it become their ids."""

@@ -1,8 +1,9 @@
-"""Proves: the text is Qwen2.5's own, and ids appended turn by turn are those of the whole dialogue.
+"""Proves: the vocabulary picks the template, and ids appended turn by turn are those of the whole dialogue.
 
 Golden texts were rendered by the chat template in Qwen2.5's tokenizer_config.json (golden/chat.json); the "list" form
-is written out here by hand. Over random dialogues: sampled turn + `tool_turn` = full render, in both forms, also with
-hostile results; no message content makes a turn or a control token; bad messages name their index and field.
+and Qwen3's rules are written out here by hand (test_templates.py holds both against the models' own templates). Over
+random dialogues: sampled turn + `tool_turn` = full render, in both forms and templates, also with hostile results; no
+message content makes a turn or a control token; bad messages name their index and field.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slca.chat import assistant_target, render, render_text, tool_turn
+from slca.chat import DEFAULT_SYSTEM, assistant_target, render, render_text, tool_turn
 from slca.tokenizer import train_bpe
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "chat.json").read_text(encoding="utf-8"))
@@ -27,11 +28,20 @@ HOSTILE = [
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
 
-@pytest.fixture(scope="module", params=["qwen3-like", "qwen2-like"])
+@pytest.fixture(scope="module", params=[2, 4, 6], ids=["qwen2-like", "world-like", "qwen3-like"])
 def tokenizer(request):
-    """Qwen2.5 has no token for think and tool_response tags, Qwen3 has: both."""
-    texts = [case["text"] for case in GOLDEN]
-    return train_bpe(texts, 800, SPECIAL, FIXED if request.param == "qwen3-like" else FIXED[:2], PATTERN)
+    """Qwen2.5 has no token for think and tool_response tags, the embedded world for the first, Qwen3 for both."""
+    return train_bpe([case["text"] for case in GOLDEN], 800, SPECIAL, FIXED[:request.param], PATTERN)
+
+
+def test_the_vocabulary_picks_the_template(tokenizer):
+    assert tokenizer.template == ("qwen3" if "<tool_response>" in tokenizer.control else "qwen2.5")
+    assert render_text([U], None) == (
+        f"<|im_start|>system\n{DEFAULT_SYSTEM}<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n")
+    if tokenizer.template == "qwen3":
+        assert render_text([U], None, tokenizer) == "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+    else:
+        assert render_text([U], TOOLS, tokenizer) == render_text([U], TOOLS)
 
 
 def call(name="f", **arguments):
@@ -43,7 +53,9 @@ def test_text_and_ids_are_the_templates(case, tokenizer):
     arguments = case["messages"], case["tools"]
     last = case["add_generation_prompt"], "blocks"
     assert render_text(*arguments, None, *last) == case["text"]
-    assert render(*arguments, tokenizer, *last) == tokenizer.encode(case["text"])
+    text = render_text(*arguments, tokenizer, *last)
+    assert text == case["text"] or tokenizer.template == "qwen3"
+    assert render(*arguments, tokenizer, *last) == tokenizer.encode(text)
 
 
 def test_list_form_writes_two_calls_as_one_block_and_one_call_as_ever():
@@ -69,9 +81,55 @@ def test_reasoning_goes_before_content_and_calls():
     assert last(content=None, reasoning_content="R", tool_calls=[call()]) == (
         '<think>\nR\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>\n')
     assert last(content="<think>\nR\n</think>\n\nA") == last(content="A", reasoning_content="R")
+    message = {"role": "assistant", "content": "A", "reasoning_content": "R"}  # Qwen2.5's own template drops it
+    assert render_text([{"role": "user", "content": "U"}, message], None, None, False, "blocks").endswith(
+        "<|im_start|>assistant\nA<|im_end|>\n")
 
 
-def random_dialogue(rng):
+@pytest.fixture(scope="module")
+def qwen3():
+    return train_bpe(["a b"], 300, SPECIAL, FIXED)
+
+
+def assistants(messages, tokenizer):
+    """The assistant turns of the rendered text."""
+    text = render_text(messages, None, tokenizer, False)
+    return [turn.split("<|im_end|>")[0] for turn in text.split("<|im_start|>assistant\n")[1:]]
+
+
+def test_qwen3_keeps_the_thoughts_after_the_last_query_alone(qwen3):
+    first, again = {"role": "user", "content": "U"}, {"role": "user", "content": "V"}
+    calling = {"role": "assistant", "content": "", "reasoning_content": "R", "tool_calls": [call()]}
+    bare = {"role": "assistant", "content": "", "tool_calls": [call()]}
+    result, reply = {"role": "tool", "content": "1"}, {"role": "assistant", "content": "<think>\nS\n</think>\n\nA"}
+    block, empty = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "<think>\n\n</think>\n\n"
+    thought = f"<think>\nR\n</think>\n\n{block}"
+    assert assistants([first, calling, result], qwen3) == [thought]
+    assert assistants([first, calling, result, reply], qwen3) == [thought, "<think>\nS\n</think>\n\nA"]
+    assert assistants([first, calling, result, reply, again], qwen3) == [block, "A"]
+    assert assistants([first, bare, result, reply], qwen3) == [block, "<think>\nS\n</think>\n\nA"]
+    assert assistants([first, bare, result, {"role": "assistant", "content": "A"}], qwen3) == [block, f"{empty}A"]
+    assert assistants([first, bare], qwen3) == [empty + block]
+    # A user message that is nothing but a tool's response asks nothing new.
+    response = {"role": "user", "content": "<tool_response>\n1\n</tool_response>"}
+    assert assistants([first, calling, response], qwen3) == [thought]
+    assert assistants([calling, result], qwen3) == [block]  # no query at all
+
+
+def test_qwen3_writes_system_and_tools_without_a_default(qwen3):
+    tools = render_text([U], TOOLS, qwen3, False)
+    assert tools.startswith("<|im_start|>system\n# Tools\n\n") and DEFAULT_SYSTEM not in tools
+    own = render_text([{"role": "system", "content": ""}, U], TOOLS, qwen3, False)
+    assert own == tools.replace("# Tools", "\n\n# Tools", 1)
+
+
+def test_qwen3_writes_arguments_given_as_text_as_they_stand(qwen3):
+    message = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": '{"a":1}'}]}
+    assert '"arguments": {"a":1}}' in render_text([U, message], None, qwen3)
+    assert '"arguments": {"a": 1}}' in render_text([U, message], None)
+
+
+def random_dialogue(rng, thoughts):
     """A prompt, then rounds of (assistant message with calls, its results), then a reply."""
     prompt = [{"role": "user", "content": rng.choice(HOSTILE) + "?"}]
     if rng.random() < 0.5:
@@ -81,7 +139,10 @@ def random_dialogue(rng):
         calls = [call(x=rng.choice(HOSTILE)) for _ in range(rng.randint(1, 3))]
         content = rng.choice([None, "", "I look.", "<think>\nhm\n</think>"])
         results = ["".join(rng.choices(HOSTILE, k=rng.randint(0, 3))) for _ in calls]
-        rounds.append(({"role": "assistant", "content": content, "tool_calls": calls}, results))
+        message = {"role": "assistant", "content": content, "tool_calls": calls}
+        if rng.random() < 0.3 and thoughts:
+            message |= {"content": "", "reasoning_content": "I call" + rng.choice(HOSTILE[1:])}
+        rounds.append((message, results))
     return prompt, rounds, {"role": "assistant", "content": "It is " + rng.choice(HOSTILE[1:])}
 
 
@@ -89,7 +150,8 @@ def random_dialogue(rng):
 def test_turn_by_turn_equals_the_full_render(parallel, tokenizer):
     rng = random.Random(0)
     for _ in range(40):
-        prompt, rounds, reply = random_dialogue(rng)
+        # Qwen2.5's template drops the thoughts of a dialogue
+        prompt, rounds, reply = random_dialogue(rng, parallel == "list" or tokenizer.template == "qwen3")
         tools, messages = rng.choice([None, TOOLS]), list(prompt)
         ids = render(prompt, tools, tokenizer, parallel=parallel)
         for message, results in rounds:
@@ -100,7 +162,7 @@ def test_turn_by_turn_equals_the_full_render(parallel, tokenizer):
         ids += assistant_target(reply, tokenizer, parallel)
         full = render([*messages, reply], tools, tokenizer, False, parallel)
         assert full == ids + tokenizer.encode("\n")
-        assert tokenizer.decode(full) == render_text([*messages, reply], tools, None, False, parallel)
+        assert tokenizer.decode(full) == render_text([*messages, reply], tools, tokenizer, False, parallel)
 
 
 def test_target_ends_at_the_stop(tokenizer):
@@ -112,7 +174,8 @@ def test_target_ends_at_the_stop(tokenizer):
     assert target[-2:] == [close, end] and target.count(close) == 2 and target.count(end) == 1
     for parallel in ("list", "blocks"):
         target = assistant_target({"role": "assistant", "content": "Hello"}, tokenizer, parallel)
-        assert target == [*tokenizer.encode("Hello"), end]
+        empty = "<think>\n\n</think>\n\n" if tokenizer.template == "qwen3" else ""
+        assert target == [*tokenizer.encode(empty + "Hello"), end]
     # A demonstration that writes its call into the content stops there as well.
     text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     assert assistant_target({"role": "assistant", "content": text}, tokenizer) == tokenizer.encode(text)
@@ -151,8 +214,10 @@ def test_assistant_content_may_hold_the_four_tags_and_no_other(tokenizer):
         return [i for i in ids if i in tokenizer.control.values()]
 
     tags = [t for t in ("<think>", "</think>", "<tool_call>", "</tool_call>") if t in tokenizer.control]
-    assert added("".join(tags)) == [tokenizer.control[t] for t in tags]
-    assert added("<|im_end|><|im_start|><|endoftext|><tool_response>") == []
+    assert added("x".join(tags)) == [tokenizer.control[t] for t in tags]
+    # Qwen3 writes an empty think block of its own before a last turn without one.
+    own = [tokenizer.control[t] for t in tags[:2]] if tokenizer.template == "qwen3" else []
+    assert added("<|im_end|><|im_start|><|endoftext|><tool_response>") == own
 
 
 U = {"role": "user", "content": "U"}
