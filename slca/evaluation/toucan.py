@@ -52,7 +52,7 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
     """
     simulator = simulator or make_simulator(cfg.simulator)
     judge = judge or make_judge(cfg.judge)
-    prompts = [chat.render(t.messages, t.tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
+    prompts = [chat.render(t.messages, t.shown_tools, tokenizer, parallel=cfg.chat.parallel) for t in tasks]
     kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.eval.max_prompt_tokens]
     if not kept:
         raise NoTaskLeft(f"none of {len(tasks)} tasks has a prompt within {cfg.eval.max_prompt_tokens} tokens "
