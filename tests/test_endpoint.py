@@ -236,7 +236,7 @@ def test_a_real_server():
         free.bind(("127.0.0.1", 0))
         params.port = free.getsockname()[1]
     server = xlc.Server(params)
-    at = LLMConfig(url=f"{server.listening_address}/v1", temperature=0.0, max_new_tokens=64, concurrency=4, timeout_s=120)
+    at = LLMConfig(url=f"{server.listening_address}/v1", temperature=0.0, max_new_tokens=64, concurrency=4)
     tool = {"function": {"name": "get_time", "description": "time in a city", "parameters": {
         "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
     calls = [({"name": "get_time", "arguments": {"city": city}}, [tool]) for city in ("Oslo", "Lima", "Quito", "Rome")]
