@@ -26,15 +26,16 @@ import torch
 from tqdm import tqdm
 
 from slca import checkpoint, llm, memory, ranks
-from slca.advantages import Advantages, grpo_advantages, slca_advantages
+from slca.advantages import Advantages
 from slca.config import Config, describe, load_config, override, save_config, to_dict
+from slca.credit import estimate, leakage
 from slca.data import Task
 from slca.data.source import TaskSource
 from slca.data.vocabulary import world_tokenizer
 from slca.evaluation.metrics import means, over_ranks, step_sums, values_right
 from slca.evaluation.toucan import evaluate
 from slca.judge import make_judge, score_episodes
-from slca.learner import Batch, all_logprobs, policy_update, use_threads
+from slca.learner import Batch, all_logprobs, policy_update, stream_gradients, use_threads
 from slca.lora import add_lora, merge_adapters, merged_state
 from slca.model import ModelConfig, Policy, bf16_runs, checkpoint_blocks, new_policy
 from slca.optim import optimizers, set_rate
@@ -42,7 +43,7 @@ from slca.page import write_report
 from slca.phases import phases
 from slca.report import RunLog, best_and_worst, console_line, final_table, read_metrics, record, stretches
 from slca.responders import make_simulator
-from slca.rollout import Episode, make_sampler, rollout
+from slca.rollout import make_sampler, rollout
 from slca.segments import segment_labels
 from slca.sft import cosine_share, rate_share, sft_step
 from slca.tokenizer import load_tokenizer
@@ -176,13 +177,18 @@ class Run:
                     score_episodes(episodes, self.judge, cfg.reward, cfg.judge.failure_score, cfg.judge.timeout_s)
                 sampled = time.time()
 
-                batch = Batch.of(episodes, self.policy.device)
-                advantages = estimate(episodes, batch, cfg)
-                batch.advantages = advantages.tokens
+                batch, advantages = self.credited(episodes)
+                if rl.dynamic_sampling:
+                    episodes = self.with_signal(episodes, advantages, step, mine, sampler)
+                    batch, advantages = self.credited(episodes)
                 records = advantages.tokens.tolist()
 
                 set_rate(found, min(1.0, (step + 1) / max(1, rl.warmup_steps)))
-                updates = self.update(found, reference, batch)
+                every, angles = cfg.log.stream_gradients, {}
+                if every and (step + 1) % every == 0:
+                    with phases("stream gradients"):
+                        angles = stream_gradients(self.policy, batch, range(len(episodes)), self.tokenizer.size, cfg)
+                updates = self.update(found, reference, batch) | angles
                 if phases.on:
                     self.say(f"RL step {step + 1}\n{phases.table(time.time() - start)}")
             except FloatingPointError as error:
@@ -191,7 +197,7 @@ class Run:
                            for e, a in zip(episodes, records, strict=True)] if records else list(map(asdict, tasks)))
 
             tokens = ranks.all_sum({"tokens": int(batch.policy_mask.sum())})["tokens"]
-            row = means(over_ranks(step_sums(episodes, batch, advantages))) | updates
+            row = means(over_ranks(step_sums(episodes, batch, advantages) | leakage(episodes, batch, cfg))) | updates
             row |= {"lr": found[0].param_groups[0]["lr"], "rollout_s": sampled - start,
                     "learn_s": time.time() - sampled, "tok_s": tokens / (sampled - start),
                     "save_failures": self.save_failures, **llm.counts(self.simulator.responder, self.judge),
@@ -205,6 +211,28 @@ class Run:
                                                                 cfg.log.keep_rollouts))
             self.keep("rl", step + 1, found, {})
         bar.close()
+
+    def credited(self, episodes: list) -> tuple[Batch, Advantages]:
+        """The step as tensors, and the advantages that go with it."""
+        batch = Batch.of(episodes, self.policy.device)
+        advantages = estimate(episodes, batch, self.cfg, self.judge)
+        batch.advantages = advantages.tokens
+        return batch, advantages
+
+    def with_signal(self, episodes: list, advantages: Advantages, step: int, mine: list[int], sampler) -> list:
+        """DAPO's dynamic sampling, once a step: where all advantages of a group are 0 (in both streams), the group of
+        another prompt takes its place, if that has any."""
+        cfg, size = self.cfg, self.cfg.rl.group_size
+        dead = [g for g in range(len(mine)) if not bool(advantages.tokens[g * size:(g + 1) * size].any())]
+        tasks = self.tasks.spare(step)
+        found = rollout(self.policy, self.tokenizer, [tasks[mine[g]] for g in dead], self.simulator, cfg, size,
+                        (cfg.seed, step, 1), cfg.rollout.temperature, sampler=sampler, numbers=[mine[g] for g in dead])
+        score_episodes(found, self.judge, cfg.reward, cfg.judge.failure_score, cfg.judge.timeout_s)
+        alive = self.credited(found)[1].tokens if found else None
+        for k, g in enumerate(dead):
+            if bool(alive[k * size:(k + 1) * size].any()):
+                episodes[g * size:(g + 1) * size] = found[k * size:(k + 1) * size]
+        return episodes
 
     def update(self, found: list, reference: Policy | None, batch: Batch) -> dict[str, float]:
         """The optimiser updates of a step, each on its share of the prompts; metrics are their means."""
@@ -386,18 +414,6 @@ class Run:
                                   ("response", [e.response_length for e in episodes])):
                 self.say(f"{name} tokens: mean {sum(lengths) / len(lengths):.0f}, max {max(lengths)}")
         self.say(f"peak memory so far {peak_memory_gb():.2f} GB")
-
-
-def estimate(episodes: list[Episode], batch: Batch, cfg: Config) -> Advantages:
-    """Per-token advantages of a step: two routed streams (SLCA), or one total for all tokens (GRPO)."""
-    a, scores, groups = cfg.advantage, [e.rewards for e in episodes], [e.group for e in episodes]
-    if a.estimator == "slca":
-        return slca_advantages(batch.labels, groups, [s.process for s in scores], [s.summary for s in scores],
-                               [s.total for s in scores], [float(s.omission) for s in scores], a.lambda_tool,
-                               a.lambda_summary, a.routing, a.divide_by_std, a.eps)
-    extra = (a.reward_ratio - 1) * cfg.reward.mix.process  # an omission's process is 0: its penalty stays as it is
-    totals = [s.total + extra * s.process for s in scores]
-    return grpo_advantages(batch.policy_mask, groups, totals, a.divide_by_std, a.eps)
 
 
 def build_policy(cfg: Config):

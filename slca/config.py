@@ -187,6 +187,16 @@ class RewardMix:
 class RewardConfig:
     weights: ProcessWeights = d(ProcessWeights, "Weights of the process sub-scores.")
     mix: RewardMix = d(RewardMix, "Weights of the two streams in the total.")
+    tool: Literal["hierr", "executed"] = d(
+        "hierr", "Reward of the calls: HierR's process score, or 1 for a solved task and else 0 (reward.outcome).")
+    outcome: Literal["judge", "all_gold", "all_gold_only", "process"] = d(
+        "judge", "What counts as solved (toolpo, executed): the judge's verdict; every gold call made, or besides no "
+        "other; a process score of 0.9.")
+    checker_votes: int = d(3, "rltr: votes on whether the calls are complete.", lo=1)
+    repeat_penalty: float = d(0.1, "rltr: taken off for each call that equals the one before it.", lo=0)
+    error_penalty: float = d(0.2, "rltr: taken off for each call block that is not valid.", lo=0)
+    overlong_buffer: int | None = d(
+        None, "Tokens before rollout.max_response_tokens over which rewards fall by up to 1 (DAPO); null: none.", lo=1)
     no_call_penalty: float = d(-0.5, "Total of a rollout that omits calls it needs.", hi=0)
     no_call_reply: Literal["zero", "judge"] = d(
         "zero", "Summary score of a reply where no call is due: zero (the paper's) or rated by the judge (ours).")
@@ -196,11 +206,17 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    estimator: Literal["slca", "grpo"] = d("slca", "slca: a stream each for calls and reply; grpo: one for all tokens.")
+    estimator: Literal["slca", "grpo", "toolpo", "rltr", "gdpo", "mt_grpo"] = d(
+        "slca", "slca: a stream each for calls and reply; grpo: one for all tokens; the others: slca/baselines.py.")
     lambda_tool: float = d(1.0, "slca: factor on the normalised tool stream.", lo=0)
     lambda_summary: float = d(1.0, "slca: factor on the normalised summary stream.", lo=0)
     routing: tuple[tuple[float, float], tuple[float, float]] = d(
         ((1.0, 0.0), (0.0, 1.0)), "slca: ((tool to tool, summary to tool), (tool to summary, summary to summary)).")
+    summary_credit: Literal["all", "omissions"] = d(
+        "all", "slca: whose summary tokens get their stream: all, or omitted calls alone (Table 16, second row).")
+    turn_credit: bool = d(False, "slca: each call turn gets the part of the process score that it earned (ours).")
+    abstention_credit: bool = d(
+        False, "slca: where no call is due, all tokens get the normalised process score instead (ours).")
     divide_by_std: bool = d(True, "Divide the centred rewards of a group by their standard deviation.")
     eps: float = d(1e-6, "Added to that standard deviation.", above=0)
     reward_ratio: float = d(1.0, "grpo: total = ratio * process + summary.", above=0)
@@ -210,6 +226,11 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
+    surrogate: Literal["token", "gspo", "cispo"] = d(
+        "token", "token: PPO's clipped ratio of a token; gspo: of a sequence; cispo: the ratio only weighs.")
+    importance_cap: float | None = d(
+        None, "Losses are weighed by the ratio of the learner's old to the sampler's probabilities, at most this much "
+        "(truncated importance sampling); null: not.", above=0)
     clip_low: float = d(0.2, "The ratio is clipped below at 1 - clip_low.", lo=0, hi=1)
     clip_high: float = d(0.2, "The ratio is clipped above at 1 + clip_high.", lo=0)
     dual_clip: float = d(3.0, "Bound on the loss of negative advantages, in multiples of the advantage.", above=1)
@@ -226,6 +247,8 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class SFTConfig:
+    target: Literal["all", "planner"] = d(
+        "all", "planner (RLTR): the reply of a demonstration is replaced by the fixed end of planning.")
     enabled: bool = d(True, "Run supervised training before RL.")
     max_steps: int | None = d(1500, "End after this many optimiser steps at the latest; null: epochs decide.", lo=1)
     epochs: int | None = d(None, "End after this many passes over the rows at the latest; null: no limit.", lo=1)
@@ -255,6 +278,8 @@ class RLConfig:
     epochs: int = d(1, "Passes over the prompts where steps is null; a last step that is not full is left out.", lo=1)
     prompts_per_step: int = d(16, "Prompts sampled in one step, over all ranks.", lo=1)
     group_size: int = d(8, "Rollouts a prompt: the group that advantages are normalised over.", lo=2)
+    dynamic_sampling: bool = d(
+        False, "Groups without any signal are replaced by groups of further prompts, once a step (DAPO).")
     prompts_per_update: int = d(16, "Prompts behind one optimiser update; divides prompts_per_step.", lo=1)
     lr: float = d(2e-4, "Learning rate, constant after warm-up.", above=0)
     warmup_steps: int = d(10, "RL steps of linear warm-up.", lo=0)
@@ -288,11 +313,15 @@ class EvalConfig:
     every: int = d(20, "RL steps between validations; 0: never.", lo=0)
     max_prompt_tokens: int = d(4096, "Tasks with a longer prompt are left out of an evaluation and counted.", lo=1)
     max_response_tokens: int = d(320, "Tokens after the prompt in an evaluation rollout.", lo=1)
+    summariser: str | None = d(
+        None, "Folder of a frozen policy (same vocabulary) that writes the replies instead, as in RLTR; null: none.")
     success_threshold: float = d(0.9, "A rollout succeeds from this process score on.", **FRACTION)
 
 
 @dataclass(frozen=True)
 class LogConfig:
+    stream_gradients: int = d(0, "RL steps between measurements of the two streams' gradients (two passes more); 0: "
+                                 "never.", lo=0)
     keep_rollouts: int = d(1, "Best and worst rollouts of a step that are kept (as many of each); 0: none.", lo=0)
 
 
@@ -546,12 +575,26 @@ def validate(config: Config, origin: dict[str, str] | None = None) -> Config:
          f"a divisor of rl.prompts_per_step = {rl.prompts_per_step}")
     need(sft.max_steps is not None or sft.epochs is not None, "sft.max_steps", "a number, as sft.epochs is null")
     need(sft.max_steps is not None or sft.scheduler == "cosine", "sft.max_steps", "a number, with sft.scheduler gated")
-    if adv.estimator == "grpo":  # a setting that would be read by nobody is refused, not ignored
-        for name, default in (("lambda_tool", 1.0), ("lambda_summary", 1.0), ("routing", AdvantageConfig().routing)):
-            need(getattr(adv, name) == default, f"advantage.{name}",
-                 f"{default}, as advantage.estimator grpo has no streams")
-    else:
-        need(adv.reward_ratio == 1.0, "advantage.reward_ratio", "1.0, as only advantage.estimator grpo reads it")
+    # a setting that would be read by nobody is refused, not ignored: key -> the estimators that read it
+    readers = {"lambda_tool": "slca toolpo", "lambda_summary": "slca", "routing": "slca", "summary_credit": "slca",
+               "turn_credit": "slca", "abstention_credit": "slca", "reward_ratio": "grpo",
+               "divide_by_std": "slca grpo toolpo rltr", "eps": "slca grpo toolpo rltr"}
+    for name, who in readers.items():
+        default = getattr(AdvantageConfig(), name)
+        need(adv.estimator in who.split() or getattr(adv, name) == default, f"advantage.{name}",
+             f"{_plain(default)}, as only advantage.estimator {' or '.join(who.split())} reads it, not {adv.estimator}")
+    reward, plain = config.reward, RewardConfig()
+    need(reward.tool == "hierr" or adv.estimator not in ("toolpo", "rltr"), "reward.tool",
+         f"hierr, as advantage.estimator {adv.estimator} has a reward of its own for the calls")
+    need(reward.outcome == plain.outcome or reward.tool == "executed" or adv.estimator == "toolpo", "reward.outcome",
+         f"{plain.outcome}, as only advantage.estimator toolpo and reward.tool executed read it")
+    for name in ("checker_votes", "repeat_penalty", "error_penalty"):
+        need(getattr(reward, name) == getattr(plain, name) or adv.estimator == "rltr", f"reward.{name}",
+             f"{getattr(plain, name)}, as only advantage.estimator rltr reads it")
+    need(reward.overlong_buffer is None or adv.estimator not in ("toolpo", "rltr"), "reward.overlong_buffer",
+         f"null, as advantage.estimator {adv.estimator} does not read it")
+    need(loss.surrogate != "cispo" or loss.dual_clip == LossConfig().dual_clip, "loss.dual_clip",
+         f"{LossConfig().dual_clip}, as loss.surrogate cispo does not read it")
     need(loss.norm_length is None or loss.aggregation == "seq_sum_over_constant", "loss.norm_length",
          "null, as only loss.aggregation seq_sum_over_constant reads it")
     need(loss.segment_weights == (1.0, 1.0) or loss.aggregation == "segment_mean", "loss.segment_weights",

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING
 
+from slca.baselines import verdict, vote
 from slca.config import JudgeConfig, RewardConfig
 from slca.llm import Writer
-from slca.rewards import RATINGS, WEIGHTS, parse_rating, score_turns, wants_judge, with_summary
+from slca.rewards import MIN_REPLY, RATINGS, WEIGHTS, parse_rating, score_turns, wants_judge, with_summary
 from slca.sampler import row_stream
 from slca.simulator import in_time, names
 
@@ -168,9 +169,7 @@ def score_episodes(episodes: Sequence[Episode], judge: RulesJudge | LLMJudge, cf
         e.rewards = score_turns(e.turns, e.task.allowed_tools, e.task.gold_calls, weights=weights,
                                 parallel_rule=cfg.parallel_rule)
     asked = [e for e in episodes if wants_judge(e.rewards, cfg.no_call_reply)]
-    replies = [Reply("\n".join(str(m.get("content") or "") for m in e.task.messages),
-                     [text for role, text in e.turns if role == "tool"], e.rewards.final_reply,
-                     e.task.facts) for e in asked]
+    replies = list(map(reply_of, asked))
     ratings = {id(e): r for e, r in zip(asked, rated(judge, replies, timeout_s), strict=True)}
     for e, rule in zip(asked, RulesJudge().rate(replies), strict=True):
         e.judge_agrees = None if ratings[id(e)] is None else ratings[id(e)] == rule
@@ -179,3 +178,63 @@ def score_episodes(episodes: Sequence[Episode], judge: RulesJudge | LLMJudge, cf
         score = failure_score if e.judge_failures else ratings.get(id(e))
         e.rewards = with_summary(e.rewards, score, (cfg.mix.process, cfg.mix.summary), cfg.no_call_penalty,
                                  cfg.no_call_reply)
+
+
+def reply_of(e: Episode) -> Reply:
+    """What a judge is shown of a scored episode."""
+    return Reply("\n".join(str(m.get("content") or "") for m in e.task.messages),
+                 [text for role, text in e.turns if role == "tool"], e.rewards.final_reply, e.task.facts)
+
+
+# --- other questions to a judge, for the baselines --------------------------------------------------------------------
+
+SOLVED = 0.75  # the rules, and a judge that only rates, call a task solved from "good" on: our guess
+ASK_SOLVED = """You decide whether an assistant solved the user's task. You are given the conversation, the \
+results of its tool calls and its final reply. Answer with one word: Solved, Unsolved or Unsure."""
+ASK_AGAIN = "You were unsure. Decide now, with one word: Solved or Unsolved."
+ASK_COMPLETE = """You check the tool calls of an assistant. Given the user's task and the calls with their results, \
+are all the calls there that the task needs? Answer with one digit: 1 for complete, 0 for incomplete."""
+
+
+def solved(episodes: Sequence[Episode], judge, timeout_s: float) -> list[float]:
+    """ToolPO's outcome by the judge, 1 or 0 an episode (as in the authors' code).
+
+    0 without a question where a due call was left out or the reply is under 10 characters. A model is asked for a
+    verdict, once more where it is unsure; a first question without an answer is a 0.
+    """
+    asked = [e for e in episodes if not e.rewards.omission and len(e.rewards.final_reply) >= MIN_REPLY]
+    replies = list(map(reply_of, asked))
+    if isinstance(judge, LLMJudge):
+        chats = [[{"role": "system", "content": ASK_SOLVED}, examiner_chat(r)[1]] for r in replies]
+        first = judge.writer.texts(chats)
+        found = [0.0 if text is None else verdict(text) for text in first]
+        unsure = [i for i, v in enumerate(found) if v is None]
+        again = judge.writer.texts([[*chats[i], {"role": "assistant", "content": first[i]},
+                                     {"role": "user", "content": ASK_AGAIN}] for i in unsure])
+        for i, text in zip(unsure, again, strict=True):
+            found[i] = verdict(text) or 0.0
+    else:
+        found = [float(r is not None and r >= SOLVED) for r in rated(judge, replies, timeout_s)]
+    verdicts = dict(zip(map(id, asked), found, strict=True))
+    return [verdicts.get(id(e), 0.0) for e in episodes]
+
+
+def checker_votes(judge, questions: Sequence[str], trajectories: Sequence[str], complete: Sequence[float],
+                  n: int) -> list[list[float | None]]:
+    """RLTR's n votes on each trajectory: 0, 1, or None where a vote cannot be read.
+
+    A model votes at temperature 0.7. Without one the vote is `complete` (whether every gold call was made), turned over
+    with the chance of the rules' noise.
+    """
+    if isinstance(judge, LLMJudge):
+        chats = [[{"role": "system", "content": ASK_COMPLETE},
+                  {"role": "user", "content": f"# Task\n{q}\n\n# Calls\n{t}"}]
+                 for q, t in zip(questions, trajectories, strict=True)]
+        rounds = [judge.writer.texts(chats, temperature=0.7, salt=f"vote {k}") for k in range(n)]
+        return [[vote(texts[i]) for texts in rounds] for i in range(len(chats))]
+    noise, seed = (judge.noise, judge.seed) if isinstance(judge, RulesJudge) else (0.0, 0)
+    found = []
+    for q, t, c in zip(questions, trajectories, complete, strict=True):
+        chances = row_stream(seed, n, *(q + "\0" + t).encode("utf-8", "surrogatepass")).random(n)
+        found.append([1 - c if chance < noise else c for chance in chances])
+    return found

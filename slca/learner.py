@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slca import ranks
-from slca.config import Config
+from slca.config import Config, override
 from slca.lora import adapters_off
-from slca.loss import kl_loss, policy_loss
+from slca.loss import cispo_loss, gspo_loss, kl_loss, policy_loss, truncated_weights
 from slca.model import Packed, Policy, RowBlock, bf16_runs, linear
 from slca.optim import optimizer_step
 from slca.phases import phases
@@ -304,11 +304,58 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
     """One optimiser update on these rows of the batch, and those of the other ranks -> metrics over all of them.
 
     reference: of the KL term; the policy itself where it has adapters, which are then left out.
-    The denominators are those of the whole update and known before its first backward, so micro-batches and ranks
-    change nothing. Rows without any advantage stay in the denominators, but are not run where no KL term needs them.
     Raises FloatingPointError where loss or gradient is not finite.
     """
-    loss_cfg, rl = cfg.loss, cfg.rl
+    sums, widest, parts = accumulate(policy, reference, batch, rows, batch.advantages, vocabulary, cfg)
+    refuse_not_finite("policy loss", sums["loss"])
+    with phases("optimiser"):
+        norm = optimizer_step(policy, found, cfg.rl.grad_clip) if parts else 0.0
+    sums, widest = ranks.all_sum(sums), ranks.all_max({"widest": widest})["widest"]
+    tokens = sums.pop("tokens")
+    means = {k: v / max(1, tokens) for k, v in sums.items() if k != "loss"}
+    return means | {"loss": sums["loss"], "grad_norm": norm, "logprob_gap_max": widest}
+
+
+def stream_gradients(policy: Policy, batch: Batch, rows: Sequence[int], vocabulary: int,
+                     cfg: Config) -> dict[str, float]:
+    """Norms of the two streams' gradients and their cosine: the loss of these rows with the advantages of tool tokens
+    alone, and of summary tokens alone. Two passes more; no update, and no gradient is left behind."""
+    kept = []
+    for label in (TOOL, SUMMARY):
+        alone = torch.where(batch.labels == label, batch.advantages, 0.0)
+        accumulate(policy, None, batch, rows, alone, vocabulary, override(cfg, ["loss.kl_coef=0"]))
+        ranks.sum_gradients(policy.parameters())
+        kept.append([p.grad for p in policy.parameters()])
+        policy.zero_grad(set_to_none=True)
+    return gradient_angles(*kept)
+
+
+def gradient_angles(tool: Sequence, summary: Sequence) -> dict[str, float]:
+    """Norms and cosine of two gradients, lists of tensors (shards of a rank's are summed over the ranks) or None."""
+    def dot(a: Sequence, b: Sequence) -> float:
+        return sum(float((_local(x).double() * _local(y).double()).sum()) for x, y in zip(a, b, strict=True)
+                   if x is not None and y is not None)
+
+    sharded = any(hasattr(x, "to_local") for x in tool if x is not None)
+    found = {"tt": dot(tool, tool), "ss": dot(summary, summary), "ts": dot(tool, summary)}
+    found = ranks.all_sum(found) if sharded else found
+    tt, ss = found["tt"] ** 0.5, found["ss"] ** 0.5
+    return {"grad_norm_tool": tt, "grad_norm_summary": ss, "grad_cosine": found["ts"] / (tt * ss) if tt * ss else 0.0}
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def accumulate(policy: Policy, reference: Policy | None, batch: Batch, rows: Sequence[int], advantages: Tensor,
+               vocabulary: int, cfg: Config) -> tuple[dict[str, float], float, list[list[int]]]:
+    """Gradients of the loss on these rows -> (sums over this rank's policy tokens, widest gap, micro-batches).
+
+    The denominators are those of the whole update and known before its first backward, so micro-batches and ranks
+    change nothing. Rows without any advantage stay in the denominators, but are not run where no KL term needs them.
+    """
+    loss_cfg = cfg.loss
+    surrogate = {"token": policy_loss, "gspo": gspo_loss, "cispo": cispo_loss}[loss_cfg.surrogate]
     mask, labels = batch.policy_mask[rows], batch.labels[rows]
     whole = ranks.all_sum({"tokens": int(mask.sum()), "rows": int(mask.any(1).sum()),
                            "tool": int((labels == TOOL).sum()), "summary": int((labels == SUMMARY).sum())})
@@ -317,7 +364,7 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
     # without a given constant: the longest response of this update, from its first sampled token to its end
     longest = max((batch.lengths[i] - int(batch.policy_mask[i].argmax()) for i in rows), default=0)
     norm_length = loss_cfg.norm_length or int(ranks.all_max({"longest": longest})["longest"])
-    work = [i for i in rows if loss_cfg.kl_coef > 0 or bool(batch.advantages[i].any())]
+    work = [i for i in rows if loss_cfg.kl_coef > 0 or bool(advantages[i].any())]
     sums = dict.fromkeys(("loss", "kl", "clip_fraction", "dual_clip_fraction", "approx_kl", "logprob_gap"), 0.0)
     widest, tokens = 0.0, 0
     parts = batch.parts(work, cfg.micro_batch_tokens)
@@ -333,11 +380,12 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
         with phases("log-probabilities", tokens_in):
             logp = batch.logprobs_of(policy, part, vocabulary, cfg)
         width = logp.shape[1]
-        mask, labels, stored, advantages = (t[part, :width] for t in (
-            batch.policy_mask, batch.labels, batch.logprobs, batch.advantages))
+        mask, labels, stored, a = (t[part, :width] for t in (batch.policy_mask, batch.labels, batch.logprobs,
+                                                             advantages))
         old = logp.detach() if batch.old is None else batch.old[part, :width]
-        result = policy_loss(logp, old, advantages, mask, loss_cfg.clip_low, loss_cfg.clip_high, loss_cfg.dual_clip,
-                             loss_cfg.aggregation, norm_length, labels=labels, **counts)
+        weights = None if loss_cfg.importance_cap is None else truncated_weights(old, stored, loss_cfg.importance_cap)
+        result = surrogate(logp, old, a, mask, loss_cfg.clip_low, loss_cfg.clip_high, loss_cfg.dual_clip,
+                           loss_cfg.aggregation, norm_length, weights, labels=labels, **counts)
         loss = result.loss
         if loss_cfg.kl_coef > 0:
             with torch.no_grad(), adapters_off(reference), phases("log-probabilities", tokens_in):
@@ -354,10 +402,4 @@ def policy_update(policy: Policy, reference: Policy | None, found: Sequence[torc
         sums["logprob_gap"] += float(gap.sum())
         for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):
             sums[name] += float(getattr(result, name)) * n
-    refuse_not_finite("policy loss", sums["loss"])
-    with phases("optimiser"):
-        norm = optimizer_step(policy, found, rl.grad_clip) if parts else 0.0
-    sums, widest = ranks.all_sum(sums | {"tokens": tokens}), ranks.all_max({"widest": widest})["widest"]
-    tokens = sums.pop("tokens")
-    means = {k: v / max(1, tokens) for k, v in sums.items() if k != "loss"}
-    return means | {"loss": sums["loss"], "grad_norm": norm, "logprob_gap_max": widest}
+    return sums | {"tokens": tokens}, widest, parts

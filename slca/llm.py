@@ -44,19 +44,23 @@ class Writer:
                                         for f in Path(cfg.path).glob("*.safetensors"))]
         else:
             endpoint = Endpoint(cfg.url, cfg.name, cfg.key_env, cfg.timeout_s, cfg.retries, cfg.concurrency)
-            self.write = lambda chats, keys: endpoint.chat_all(
-                chats, cfg.temperature, cfg.max_new_tokens, [int(key[:8], 16) >> 1 for key in keys])
+            self.write = lambda chats, keys, temperature: endpoint.chat_all(
+                chats, temperature, cfg.max_new_tokens, [int(key[:8], 16) >> 1 for key in keys])
             source = [cfg.url, cfg.name]
-        self.identity = [kind, source, cfg.temperature, cfg.max_new_tokens, seed]
+        self.identity = [kind, source, cfg.max_new_tokens, seed]
         self.known = _read_cache(cfg.cache) if cfg.cache else {}
 
-    def texts(self, chats: Sequence[list[dict]]) -> list[str | None]:
-        """The assistant's text for each list of messages, reasoning left out; None where there is none."""
-        keys = [hashlib.sha256(json.dumps([self.identity, c]).encode()).hexdigest() for c in chats]
+    def texts(self, chats: Sequence[list[dict]], temperature: float | None = None, salt: str = "") -> list[str | None]:
+        """The assistant's text for each list of messages, reasoning left out; None where there is none.
+
+        temperature: None is the configured one. salt: another one gives another answer (several votes).
+        """
+        temperature = self.cfg.temperature if temperature is None else temperature
+        keys = [hashlib.sha256(json.dumps([self.identity, temperature, salt, c]).encode()).hexdigest() for c in chats]
         new = {key: c for key, c in zip(keys, chats, strict=True) if key not in self.known}
         self.asked, self.cached = self.asked + len(new), self.cached + len(chats) - len(new)
         if new:
-            found = self.write(list(new.values()), list(new))
+            found = self.write(list(new.values()), list(new), temperature)
             fresh = {key: text for key, text in zip(new, found, strict=True) if text is not None}
             self.known |= fresh
             if self.cfg.cache:
@@ -79,8 +83,9 @@ class _Local:
         self.sampler = Sampler(self.policy, cfg.concurrency, REACH, cfg.temperature, self.tokenizer.stop_ids,
                                stop_strings, self.tokenizer)
 
-    def __call__(self, chats: list[list[dict]], keys: list[str]) -> list[str | None]:
+    def __call__(self, chats: list[list[dict]], keys: list[str], temperature: float) -> list[str | None]:
         start, new = time.time(), self.cfg.max_new_tokens
+        self.sampler.set_temperature(temperature)
         prompts = [chat.render(c, None, self.tokenizer) for c in chats]
         fits = [i for i, ids in enumerate(prompts) if len(ids) + new <= REACH]
         if len(fits) < len(chats):

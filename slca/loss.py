@@ -1,4 +1,4 @@
-"""The update's loss: clipped surrogate with dual clip, KL estimators, and how token losses become one number.
+"""The update's loss: clipped surrogate with dual clip and its variants, KL estimators, and how token losses become one.
 
 Values under a zero mask may be anything, NaN included: they are replaced before any arithmetic, so neither loss nor
 gradient sees them. Denominators can be those of a whole optimiser update, so that the losses of its micro-batches add
@@ -83,6 +83,17 @@ def _count(given: Count | None, members: Tensor) -> Count:
     return members.sum().clamp(min=1) if given is None else max(given, 1)
 
 
+def _inputs(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor,
+            policy_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mask = binary_mask(policy_mask)
+    return (mask, _kept(log_prob, mask, "log_prob"), _kept(old_log_prob.detach(), mask, "old_log_prob"),
+            _kept(advantages.detach(), mask, "advantages"))
+
+
+def _clip(ratio: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    return ratio.clamp(1 - clip_low, 1 + clip_high)
+
+
 def policy_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, policy_mask: Tensor, clip_low: float = 0.2,
                 clip_high: float = 0.2, dual_clip: float = 3.0, aggregation: str = "token_mean",
                 norm_length: float | None = None, importance_weights: Tensor | None = None,
@@ -96,15 +107,12 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, poli
     clip_fraction: share of policy tokens with l2 > l1; dual_clip_fraction: with A < 0 and max(l1, l2) > -A dual_clip;
     approx_kl: mean of clamp(old - new, +-20). The rest is as in `aggregate`, which also says what raises.
     """
-    mask = binary_mask(policy_mask)
-    new = _kept(log_prob, mask, "log_prob")
-    old = _kept(old_log_prob.detach(), mask, "old_log_prob")
-    a = _kept(advantages.detach(), mask, "advantages")
+    mask, new, old, a = _inputs(log_prob, old_log_prob, advantages, policy_mask)
     if not dual_clip > 1:
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
     log_ratio = (new - old).clamp(-20.0, 20.0)
     ratio = log_ratio.exp()
-    plain, clipped = -a * ratio, -a * ratio.clamp(1 - clip_low, 1 + clip_high)
+    plain, clipped = -a * ratio, -a * _clip(ratio, clip_low, clip_high)
     larger = torch.maximum(plain, clipped)
     ceiling = torch.where(a < 0, -a * dual_clip, torch.inf)
     losses = torch.minimum(larger, ceiling)
@@ -115,6 +123,48 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, poli
     n = _count(None, mask)
     return PolicyLoss(loss, losses, (clipped > plain).detach().sum() / n, (larger > ceiling).detach().sum() / n,
                       -log_ratio.detach().sum() / n)
+
+
+def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, policy_mask: Tensor, clip_low: float = 3e-4,
+              clip_high: float = 4e-4, dual_clip: float = 3.0, aggregation: str = "seq_mean_token_mean",
+              norm_length: float | None = None, importance_weights: Tensor | None = None, **counts) -> PolicyLoss:
+    """GSPO (arXiv 2507.18071): one ratio a sequence, exp(mean over its policy tokens of log_prob - old_log_prob).
+
+    The token form: the value of that ratio with each token's own gradient, so that advantages may differ within a row.
+    Otherwise as `policy_loss`. Its clip ranges are far smaller than PPO's.
+    """
+    mask, new, old, _ = _inputs(log_prob, old_log_prob, advantages, policy_mask)
+    mean = (new.detach() - old).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    # its log-ratio to this "old" is the sequence's, and its gradient the token's
+    return policy_loss(new, new.detach() - mean, advantages, mask, clip_low, clip_high, dual_clip, aggregation,
+                       norm_length, importance_weights, **counts)
+
+
+def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, policy_mask: Tensor, clip_low: float = 0.2,
+               clip_high: float = 0.2, dual_clip: float = 3.0, aggregation: str = "token_mean",
+               norm_length: float | None = None, importance_weights: Tensor | None = None, **counts) -> PolicyLoss:
+    """CISPO (arXiv 2506.13585): l = -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) A log_prob.
+
+    No token loses its gradient. The arguments are those of `policy_loss`; dual_clip has no part in it.
+    """
+    mask, new, old, a = _inputs(log_prob, old_log_prob, advantages, policy_mask)
+    log_ratio = (new.detach() - old).clamp(-20.0, 20.0)
+    ratio = log_ratio.exp()
+    weight = _clip(ratio, clip_low, clip_high)
+    losses = -weight * a * new
+    if importance_weights is not None:
+        losses = losses * _kept(importance_weights.detach(), mask, "importance_weights")
+    n = _count(None, mask)
+    return PolicyLoss(aggregate(losses, mask, aggregation, norm_length, **counts), losses,
+                      ((weight != ratio) & mask).sum() / n, torch.zeros(()), -log_ratio.sum() / n)
+
+
+def truncated_weights(old_log_prob: Tensor, sampler_log_prob: Tensor, cap: float) -> Tensor:
+    """Truncated importance weights: min(exp(old - sampler's log-probability), cap) of each token, [B,T] -> [B,T].
+
+    For policy_loss's importance_weights, where sampler and learner differ (bfloat16 rollouts).
+    """
+    return (old_log_prob - sampler_log_prob).detach().clamp(max=20.0).exp().clamp(max=cap)
 
 
 def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, policy_mask: Tensor, kind: str = "k3",

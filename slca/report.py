@@ -56,6 +56,12 @@ GLOSSARY = {
     "advantage_summary": "Mean absolute advantage of summary tokens; falls as replies settle.",
     "dead_tool": "Share of groups without any tool signal (equal scores); near 1 means nothing left to learn.",
     "dead_summary": "Share of groups without any summary signal (equal scores); near 1 means nothing left to learn.",
+    "leak_flips": "Share of tool tokens whose advantage would change its sign if both rewards were one (GRPO); 0 where "
+                  "the summary reward carries nothing into the calls.",
+    "leak_share": "Summary's part of the advantage that tool tokens would get so, by size; 0 to 1.",
+    "grad_norm_tool": "Norm of the gradient of tool tokens alone, each log.stream_gradients steps.",
+    "grad_norm_summary": "Norm of the gradient of summary tokens alone, likewise.",
+    "grad_cosine": "Cosine of these two gradients; near 0 where the streams do not disturb each other.",
     "loss": "Policy loss, mean over the updates; near 0, its level says little.",
     "kl": "Estimated KL to the reference policy; grows slowly, a jump means the policy broke away.",
     "grad_norm": "Gradient norm before clipping, mean over updates; stable, spikes are rare.",

@@ -141,6 +141,11 @@ class Sampler:
         self.engine.refresh()
         self.take_room()
 
+    def set_temperature(self, temperature: float) -> None:
+        if temperature != self.temperature:
+            self.temperature = temperature
+            self._forget_graphs()  # it is a constant in them
+
     def take_room(self) -> None:
         """The caches at the sizes that were asked for, if any were."""
         for cache, (slots, columns) in zip((self.cache, self.prompts), self.sizes, strict=False):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,16 @@ def demonstration_row(task: Task, tokenizer, parallel: str, prompt_weight: float
             turn = chat.assistant_target(message, tokenizer, parallel)
             ids, weights = ids + turn, weights + [1.0] * len(turn)
     return Row(ids[:max_tokens], weights[:max_tokens])
+
+
+PLANNED = "Done."  # what a planner writes instead of a reply
+
+
+def planner_task(task: Task) -> Task:
+    """For RLTR, which trains the calls alone: the reply of the demonstration becomes the fixed end of planning."""
+    if not task.demonstration or task.demonstration[-1].get("tool_calls"):
+        return task
+    return replace(task, demonstration=[*task.demonstration[:-1], {"role": "assistant", "content": PLANNED}])
 
 
 def curriculum_task(world: World, index: int, progress: float) -> Task:

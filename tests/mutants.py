@@ -102,7 +102,7 @@ TABLE = {  # name, old, new, tests (in tests/test_PART.py where no other file is
          "test_golden_grpo"),
     ],
     "loss": [
-        ("loss-sign", "-a * ratio, -a * ratio.clamp(", "a * ratio, a * ratio.clamp(", "test_clip_table"),
+        ("loss-sign", "-a * ratio, -a * _clip(", "a * ratio, a * _clip(", "test_clip_table"),
         ("ratio-inverted", "(new - old).clamp(", "(old - new).clamp(", "test_clip_table"),
         ("clip-min-for-max", "torch.maximum(plain, clipped)", "torch.minimum(plain, clipped)", "test_clip_table"),
         ("clip-bounds-swapped", "ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(1 - clip_high, 1 + clip_low)",

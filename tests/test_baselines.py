@@ -1,11 +1,32 @@
-"""ToolPO and RLTR advantages: the golden vectors, and the worked examples W13 and W14."""
+"""ToolPO, RLTR and the other baselines: the golden vectors, and the worked examples W13, W14, W22 to W24."""
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slca.baselines import rltr_advantages, toolpo_advantages
+from slca.baselines import (
+    RLTR_INVALID,
+    completeness,
+    correct_calls,
+    gdpo_advantages,
+    gdpo_sum,
+    mt_grpo_advantages,
+    outcome_by_rule,
+    overlong_penalty,
+    planner_reward,
+    repeated_calls,
+    rltr_advantages,
+    sharpo_advantages,
+    toolpo_advantages,
+    trajectory_text,
+    vote,
+)
+from slca.data.task import Task
+from slca.judge import LLMJudge, solved
+from slca.rewards import Call, HierR, gold_steps, score_completion
+from slca.rollout import Episode
 from slca.segments import segment_labels
 
 
@@ -15,7 +36,8 @@ def golden(name: str):
 
 
 def close(got, want):
-    torch.testing.assert_close(got, torch.as_tensor(want, dtype=torch.float32), rtol=1e-5, atol=1e-5)
+    got, want = (torch.as_tensor(x, dtype=torch.float32) for x in (got, want))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @golden("baseline_toolpo_advantage")
@@ -72,3 +94,101 @@ def test_rltr_by_hand():
 def test_refuses(call):
     with pytest.raises(ValueError):
         call()
+
+
+# ---- rewards
+
+def tokens_of(case):
+    i = case["input"]
+    return score_completion(i["completion"], i["allowed_tools"], i["gold_tool_calls"])
+
+
+def made(scores):
+    return [call for block in scores.blocks for call in block]
+
+
+@golden("baseline_toolpo_reward")
+def test_golden_toolpo_reward(case):
+    i, want, scores = case["input"], case["expected"], tokens_of(case)
+    gold = [call for step in gold_steps(i["gold_tool_calls"]) for call in step]
+    correct = correct_calls(made(scores), gold)
+    assert (correct, scores.omission) == (want["correct_call_count"], want["omission"])
+    if not scores.omission:
+        close(correct / len(gold) if gold else 1.0, want["correct_call_ratio"])
+    said, asked = iter(i["outcome_judge_replies"]), []
+
+    def write(chats):
+        asked.extend(chats)
+        return [next(said) for _ in chats]
+
+    e = Episode(Task("t", [{"role": "user", "content": "q"}], []), 0, 0, [], 0, [], [], rewards=scores)
+    assert solved([e], LLMJudge(SimpleNamespace(texts=write)), 1.0) == [want["outcome_reward"]]
+    assert len(asked) == want["judge_calls_made"]
+
+
+@golden("baseline_rltr_reward")
+def test_golden_rltr_reward(case):
+    i, want, scores = case["input"], case["expected"], tokens_of(case)
+    votes = [vote(text) for text in i["completeness_checker_replies"]]
+    assert scores.omission == want["omission"] and trajectory_text(i["completion"]) == want["trajectory_text"]
+    if scores.omission:
+        assert planner_reward(scores, votes) == RLTR_INVALID  # theirs reports -0.5 and carries an invalid format
+        return
+    close(completeness(votes), want["completeness"])
+    assert repeated_calls(made(scores)) == want["repeat_count"]
+    assert max(scores.n_open, scores.n_close) - scores.n_valid == want["error_count"]
+    close(planner_reward(scores, votes), want["score"])
+
+
+def test_w14_rewards():
+    one, twice = HierR(n_open=1, n_close=1, n_valid=1), HierR(n_open=2, n_close=2, n_valid=2, blocks=(
+        (Call("f", {"a": 1}),), (Call("f", {"a": 1}),)))
+    close([planner_reward(twice, [1, 1, 0]), planner_reward(one, [1, 1, 1]), planner_reward(
+        HierR(n_open=2, n_close=1, n_valid=1), [1, 1, 1]), planner_reward(one, [1, 0, 0, None], refused=1)],
+        [2 / 3 - .1, 1.0, -1.0, 1 / 3 - .2])
+
+
+@pytest.mark.parametrize("rule, made_, want", [
+    ("all_gold", ["a", "b"], 1), ("all_gold", ["a", "b", "c"], 1), ("all_gold", ["a"], 0), ("all_gold", [], 0),
+    ("all_gold_only", ["a", "b"], 1), ("all_gold_only", ["a", "b", "c"], 0), ("process", ["a", "b"], 1),
+    ("process", ["a", "b", "c"], 0)])
+def test_outcome_rules(rule, made_, want):
+    gold = [[{"name": n, "arguments": {}} for n in ("a", "b")]]
+    block = json.dumps([{"name": n, "arguments": {}} for n in made_])
+    scores = score_completion(f"<tool_call>{block}</tool_call>" if made_ else "no call", "abc", gold)
+    correct = correct_calls(made(scores), [c for step in gold_steps(gold) for c in step])
+    assert outcome_by_rule(rule, scores, correct) == want
+    with pytest.raises(ValueError, match="unknown outcome rule"):
+        outcome_by_rule("other", scores, correct)
+
+
+# ---- W22, W23, W24 and SHARPO
+
+def test_w22_overlong():
+    assert [overlong_penalty(n, 8192, 4096) for n in (3000, 4096, 6144, 8192)] == [0, 0, -.5, -1]
+
+
+def test_w23_gdpo():
+    mask = torch.ones(4, 3)
+    got = gdpo_advantages(mask, ["g"] * 4, ([0, 1, 0, 1], [0, 0, 1, 1]))
+    close(gdpo_sum(["g"] * 4, ([0, 1, 0, 1], [0, 0, 1, 1]), eps=1e-6), [-1.732048, 0, 0, 1.732048])
+    close(got.tool, [-1.224658, 0, 0, 1.224658])
+    close(got.tokens, torch.tensor([-1.224658, 0, 0, 1.224658])[:, None].expand(4, 3))
+    close(gdpo_sum(["g"] * 2, ([0, 1], [0, 0]), eps=1e-6), [-.707106, .707106])
+    close(gdpo_sum(["g"] * 2, ([0, 1], [0, 1]), eps=1e-6), [-1.414212, 1.414212])  # told apart from one reward alone
+
+
+def test_w24_mt_grpo():
+    labels = torch.tensor([[1, 0, 2]] * 4)
+    got = mt_grpo_advantages(labels, ["g"] * 4, [1, 0, 1, 0], [1, 1, 0, 0])
+    close(got.tokens[:, 0], [1.731751, 0, 0, -1.731751])
+    close(got.tokens[:, 2], [.865875, -.865875, .865875, -.865875])
+
+
+def test_sharpo_is_bounded_and_keeps_signs():
+    a = torch.tensor([[1.0, 1.0, -1.0, 0.0, 2.0]])
+    segments = torch.tensor([[0, 0, 1, 1, -1]])
+    gap = torch.tensor([[9.0, 11.0, 5.0, -1.0, 7.0]])
+    got = sharpo_advantages(a, segments, gap, alpha=.5, tau=1.0)
+    close(got, [[1.5, 1.5, -(1 + .5 * torch.tanh(torch.tensor(-2.0))), 0, 2]])  # one factor a segment
+    close(sharpo_advantages(a, segments, gap, alpha=0.0), a)

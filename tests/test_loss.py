@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slca.advantages import grpo_advantages, slca_advantages
-from slca.loss import AGGREGATIONS, aggregate, kl_loss, policy_loss
+from slca.loss import AGGREGATIONS, aggregate, cispo_loss, gspo_loss, kl_loss, policy_loss, truncated_weights
 from slca.segments import segment_labels
 
 
@@ -270,3 +270,53 @@ ONE = torch.ones(1, 2)
 def test_refuses(call, word):
     with pytest.raises(ValueError, match=word):
         call()
+
+
+# ---- variants
+
+def test_w21_gspo():
+    new, old = torch.tensor([[.1, -.1, .3]], requires_grad=True), torch.zeros(1, 3)
+    mask, a = torch.ones(1, 3), torch.tensor([[1.0, 2.0, -1.0]])
+    got = gspo_loss(new, old, a, mask, clip_low=.5, clip_high=.5)
+    close(got.token_losses, -a * 1.105171)
+    got.loss.backward()
+    close(new.grad, -a * 1.105171 / 3)  # the sequence's ratio, each token's own gradient
+    assert gspo_loss(new, old, a, mask).clip_fraction == pytest.approx(2 / 3)  # 1.105 is far over 1 + 4e-4
+    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    plain = policy_loss(x, x, x, torch.ones(2, 5))  # at ratio 1 both are the same
+    close(gspo_loss(x, x, x, torch.ones(2, 5), aggregation="token_mean").loss, plain.loss)
+
+
+def test_gspo_reads_no_masked_token():
+    new, mask = torch.tensor([[.2, float("nan"), .4]]), torch.tensor([[1, 0, 1]])
+    got = gspo_loss(new, torch.zeros(1, 3), torch.ones(1, 3), mask, 1.0, 1.0)
+    close(got.token_losses, [[-1.349859, 0, -1.349859]])  # exp(.3)
+
+
+def test_w21_cispo():
+    new = torch.tensor([[-1.0]], requires_grad=True)
+    got = cispo_loss(new, new.detach() - torch.tensor(1.5).log(), torch.ones(1, 1), torch.ones(1, 1))
+    got.loss.backward()
+    close(got.loss, 1.2)
+    close(new.grad, [[-1.2]])  # PPO's clip would leave none
+    assert got.clip_fraction == 1 and got.dual_clip_fraction == 0
+    same = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    losses = [f(same, same.detach(), torch.tensor([[1.0, -2.0]]), torch.ones(1, 2)).loss for f in (cispo_loss,
+                                                                                                 policy_loss)]
+    grads = [torch.autograd.grad(loss, same)[0] for loss in losses]
+    close(grads[0], grads[1])  # at ratio 1 it is the plain policy gradient
+
+
+def test_w21_truncated_weights():
+    old, sampler = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.5, -2.0, -0.5]])
+    got = truncated_weights(old, sampler, 2.0)
+    close(got, [[1.648721, 2.0, .606531]])
+    new, mask = torch.zeros(1, 3), torch.ones(1, 3)
+    close(policy_loss(new, new, torch.ones(1, 3), mask, importance_weights=got).loss, -got.mean())
+    close(cispo_loss(new - 1, new - 1, torch.ones(1, 3), mask, importance_weights=got).loss, got.mean())
+
+
+def test_dapo_clips_higher():
+    ratio = torch.tensor([[1.5, 1.25]]).log()
+    got = policy_loss(ratio, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2), .2, .28)
+    close(got.token_losses, [[-1.28, -1.25]])

@@ -175,7 +175,7 @@ def test_what_is_too_long_gets_no_answer(folder, monkeypatch):
 def test_reasoning_is_left_out():
     writer = object.__new__(Writer)
     writer.identity, writer.known, writer.asked, writer.cached, writer.cfg = [], {}, 0, 0, LLMConfig()
-    writer.write = lambda chats, keys: ["<think>it is <rating>poor</rating></think>\n41"] * len(chats)
+    writer.write = lambda chats, keys, temperature: ["<think>it is <rating>poor</rating></think>\n41"] * len(chats)
     assert writer.texts(CHATS[:1]) == ["\n41"]
 
 
@@ -187,9 +187,9 @@ def test_in_process_observations_repeat_and_are_counted(folder, play, tok):
         simulator = make_simulator(SimulatorConfig(responder="model", llm=model(folder)))
         rounds, ask = [], simulator.responder.writer.write
 
-        def counted(chats, keys, ask=ask, rounds=rounds):
+        def counted(chats, *more, ask=ask, rounds=rounds):
             rounds.append(len(chats))
-            return ask(chats, keys)
+            return ask(chats, *more)
 
         simulator.responder.writer.write = counted
         episodes = play(scripts, simulator=simulator)

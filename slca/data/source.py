@@ -14,7 +14,7 @@ from slca.data.task import Task
 from slca.data.toucan import DataError, load_tasks
 from slca.data.world import World
 from slca.responders import python_tools
-from slca.sft import Row, curriculum_task, demonstration_row
+from slca.sft import Row, curriculum_task, demonstration_row, planner_task
 
 POOL_STEPS = 8  # SFT steps whose rows are drawn together and sorted by length
 RL_TASKS = 10_000_000  # the world's RL prompts are numbered from here, apart from every demonstration
@@ -81,6 +81,7 @@ class TaskSource:
 
     def _row(self, task: Task) -> Row:
         sft = self.cfg.sft
+        task = planner_task(task) if sft.target == "planner" else task
         return demonstration_row(task, self.tokenizer, self.cfg.chat.parallel, sft.prompt_loss_weight, sft.max_tokens)
 
     def _prompt_length(self, task: Task) -> int:
@@ -120,6 +121,13 @@ class TaskSource:
         """Tasks of an RL step."""
         n = self.cfg.rl.prompts_per_step
         return self.world.tasks(n, RL_TASKS + step * n) if self.world else self._slice(self.train, step * n, n)
+
+    def spare(self, step: int) -> list[Task]:
+        """As many further tasks for an RL step, to take the place of those without any signal (rl.dynamic_sampling)."""
+        n = self.cfg.rl.prompts_per_step
+        if self.world:
+            return self.world.tasks(n, 2 * RL_TASKS + step * n)
+        return self._slice(self.train, (step + 1) * n + len(self.train) // 2, n)  # half a pass ahead
 
     def _slice(self, tasks: list[Task], first: int, n: int) -> list[Task]:
         """n tasks from number `first` on of an endless stream: the list shuffled anew each epoch."""

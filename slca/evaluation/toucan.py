@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from slca import chat, ranks
 from slca.config import Config
 from slca.data.task import Task
 from slca.evaluation.metrics import agreement, by_subset, means, over_ranks, sums
 from slca.judge import make_judge, score_episodes
+from slca.llm import frozen_policy
 from slca.model import Policy
 from slca.responders import make_simulator
 from slca.rewards import gold_steps
 from slca.rollout import Episode, rollout
+from slca.sampler import generate
+from slca.segments import runs
 from slca.simulator import Simulator
 
 BATCH = 256  # tasks rolled out at a time
@@ -39,6 +45,24 @@ class Result:
     episodes: list[Episode]
     skipped: int
     agreement: float
+
+
+def write_replies(episodes: Sequence[Episode], folder: str, tokenizer, max_new_tokens: int) -> None:
+    """Replies of answered episodes, written anew (greedy) by the policy in the folder: it reads what stood before them.
+
+    ids and labels stay those of the policy that planned. ValueError: another vocabulary.
+    """
+    summariser, other = frozen_policy(str(Path(folder).resolve()))
+    if other.size != tokenizer.size:
+        raise ValueError(f"eval.summariser {folder}: {other.size} tokens in its vocabulary, {tokenizer.size} in the "
+                         "policy's; they must be the same")
+    answered = [e for e in episodes if e.status == "answered"]
+    starts = [runs(torch.tensor(e.policy_mask))[-1][0] for e in answered]
+    found = generate(summariser, [e.ids[:start] for e, start in zip(answered, starts, strict=True)], 1,
+                     max_new_tokens, 0.0, tokenizer.stop_ids, tokenizer=tokenizer)
+    for e, reply in zip(answered, found, strict=True):
+        ids = reply.ids[:-1] if reply.ids[-1] in tokenizer.stop_ids else reply.ids
+        e.turns[-1] = ("assistant", tokenizer.decode(ids))
 
 
 def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temperature: float = 0.0,
@@ -65,6 +89,8 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
                             (cfg.seed, EVALUATION, start), temperature, cfg.eval.max_response_tokens,
                             [prompts[part[i]] for i in mine], numbers=mine)
         progress(min(start + BATCH, len(kept)))
+    if cfg.eval.summariser:
+        write_replies(episodes, cfg.eval.summariser, tokenizer, cfg.eval.max_response_tokens)
     score_episodes(episodes, judge, cfg.reward, cfg.judge.failure_score, cfg.judge.timeout_s)
     threshold = cfg.eval.success_threshold
     gold_turns = sum(len(gold_steps(tasks[i].gold_calls)) for i in kept) / len(kept)
