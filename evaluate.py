@@ -55,7 +55,8 @@ def main() -> None:
                           lambda done: bar.update(done - bar.n))
     print(metrics_table({"all": result.metrics, **result.by_subset}))
     print(f"{result.metrics['tool_turns']:.3f} tool turns a task against {result.gold_turns:.3f} in gold")
-    print(f"judge {cfg.judge.kind} agrees with the rules on {result.agreement:.3f} of the replies it rated")
+    if result.agreement is not None:
+        print(f"judge {cfg.judge.kind} agrees with the rules on {result.agreement:.3f} of the replies it rated")
     if result.skipped:
         print(f"{result.skipped} of {len(tasks)} tasks left out: prompt over {cfg.eval.max_prompt_tokens} tokens")
     report = {"suite": args.suite, "checkpoint": str(args.checkpoint), "data": source,

@@ -378,14 +378,19 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+
                               list("-+.0123456789"))
 
 
+def read_yaml(path: str | Path) -> Any:
+    """A file's YAML, strictly: no key twice, 1e-4 is a number. Raises ConfigError."""
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+
+
 def load_config(files: Iterable[str | Path] = (), overrides: Iterable[str] = ()) -> Config:
     """Defaults, then each YAML file left to right, then each "a.b=c"; validated. Raises ConfigError."""
     config, origin = Config(), {}
     for file in files:
-        try:
-            loaded = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{file}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+        loaded = read_yaml(file)
         config = _merge(config, {} if loaded is None else loaded, "", str(file), origin)
     for text in overrides:
         config = _set(config, text, origin)
@@ -562,9 +567,14 @@ def validate(config: Config, origin: dict[str, str] | None = None) -> Config:
         need(abs(sum(shares) - 1) <= 1e-6, "data.mix", f"shares that sum to 1, not {sum(shares):.6g}")
     for path, kind, llm in (("simulator", config.simulator.responder, config.simulator.llm),
                             ("judge", config.judge.kind, config.judge.llm)):
+        chooser, plain_llm = ("responder" if path == "simulator" else "kind"), getattr(Config(), path).llm
         for key, reader in (("path", "model"), ("url", "http")):
             need((getattr(llm, key) is not None) == (kind == reader), f"{path}.llm.{key}",
-                 f"a value with kind {reader} and null without; the kind is {kind}")
+                 f"a value with {path}.{chooser} {reader} and null without, which is {kind}")
+        for f in fields(LLMConfig):
+            asks = kind in ("model", "http")
+            need(asks or getattr(llm, f.name) == getattr(plain_llm, f.name), f"{path}.llm.{f.name}",
+                 f"{getattr(plain_llm, f.name)}, as {path}.{chooser} {kind} asks no model")
     need((config.simulator.python is not None) == (config.simulator.responder == "python"), "simulator.python",
          f"a file with responder python and null without; the responder is {config.simulator.responder}")
     need(config.judge.noise == 0 or config.judge.kind == "rules", "judge.noise", "0, as only kind rules reads it")

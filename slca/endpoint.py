@@ -1,9 +1,9 @@
 """A client of an OpenAI-compatible server (vLLM, llama.cpp, SGLang ...): chat completions, standard library only.
 
 Connections are kept alive, one a worker thread. What may pass (no connection, a timeout, 408, 409, 425, 429, 5xx) is
-tried again after a pause that doubles, or that the server asks for. A request has a deadline over connect, headers and
-body, and an answer a largest size, so that a server that drips or floods costs no more than that. Left out: streaming,
-proxies, redirects.
+tried again after a pause that doubles, or that the server asks for. An exchange has a deadline over all of it (the
+connection before it one of its own), and an answer a largest size, so that a server that drips or floods costs no more
+than that. Left out: streaming, proxies, redirects.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -40,24 +40,34 @@ class Endpoint:
 
     def __init__(self, url: str, model: str | None = None, key_env: str | None = None, timeout_s: float = 540.0,
                  retries: int = 2, concurrency: int = 16):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            self.secure, self.host, self.port = parts.scheme == "https", parts.hostname, parts.port
+            good = parts.scheme in ("http", "https") and bool(self.host and self.host.encode("idna"))
+        except ValueError:  # a port that is no number or too large, a name that cannot be one
+            good = False
+        if not good:
             raise ValueError(f"endpoint {url!r}: expected http://HOST[:PORT]/v1 or https://...")
-        self.secure, self.host, self.port = parts.scheme == "https", parts.hostname, parts.port
         self.base, self.url, self.model = parts.path.rstrip("/"), url, model
         self.timeout_s, self.retries = timeout_s, retries
         self.headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if key_env:
-            if not os.environ.get(key_env):
-                raise ValueError(f"environment variable {key_env} (the key of {url}) is not set")
-            self.headers["Authorization"] = f"Bearer {os.environ[key_env]}"
+            key = os.environ.get(key_env, "").strip()
+            if not key or not key.isascii() or not key.isprintable():  # never quoted: messages are printed
+                raise ValueError(f"environment variable {key_env} (the key of {url}) is not set, or holds what no "
+                                 "header can")
+            self.headers["Authorization"] = f"Bearer {key}"
         self.workers = ThreadPoolExecutor(concurrency, "endpoint")
         self.own = threading.local()
-        self.naming = threading.Lock()
 
     def chat_all(self, chats: Sequence[list[dict]], temperature: float, max_tokens: int,
                  seeds: Sequence[int]) -> list[str | None]:
         """The assistant's text for each list of messages; None where there was none after all tries (one warning)."""
+        try:
+            self._again(self._name)  # once, and not in every worker
+        except EndpointError as error:
+            warnings.warn(f"{self.url}: all {len(chats)} requests failed: {error}", stacklevel=2)
+            return [None] * len(chats)
         waiting = [self.workers.submit(self.chat, chat, temperature, max_tokens, seed)
                    for chat, seed in zip(chats, seeds, strict=True)]
         texts, errors = [], []
@@ -74,11 +84,18 @@ class Endpoint:
 
     def chat(self, messages: list[dict], temperature: float, max_tokens: int, seed: int | None = None) -> str:
         """The text of one assistant message. Raises EndpointError once no further try may help."""
+        def once() -> str:
+            body = {"model": self._name(), "messages": messages, "temperature": temperature,
+                    "max_tokens": max_tokens} | ({} if seed is None else {"seed": seed})
+            return _text(self._ask("POST", "/chat/completions", body))
+
+        return self._again(once)
+
+    def _again(self, work: Callable[[], str]) -> str:
+        """work(), and after what may pass up to `retries` times more."""
         for attempt in range(self.retries + 1):
             try:
-                body = {"model": self._name(), "messages": messages, "temperature": temperature,
-                        "max_tokens": max_tokens} | ({} if seed is None else {"seed": seed})
-                return _text(self._ask("POST", "/chat/completions", body))
+                return work()
             except EndpointError as error:
                 if not error.again or attempt == self.retries:
                     raise
@@ -87,14 +104,13 @@ class Endpoint:
         raise AssertionError  # not reached: retries is 0 or more
 
     def _name(self) -> str:
-        with self.naming:
-            if self.model is None:
-                found = self._ask("GET", "/models", None)
-                try:
-                    self.model = str(found["data"][0]["id"])
-                except (KeyError, IndexError, TypeError) as error:
-                    raise EndpointError("/models lists none; give its name") from error
-            return self.model
+        if self.model is None:
+            found = self._ask("GET", "/models", None)
+            try:
+                self.model = str(found["data"][0]["id"])
+            except (KeyError, IndexError, TypeError) as error:
+                raise EndpointError("/models lists none; give its name") from error
+        return self.model
 
     def _ask(self, method: str, path: str, body: dict | None) -> object:
         """The JSON of one exchange, tried once. Raises EndpointError."""
@@ -133,6 +149,8 @@ class Endpoint:
             if isinstance(error, EndpointError | ConnectionError | http.client.HTTPException):
                 raise
             raise EndpointError(f"{type(error).__name__}: {error}", again=True) from error  # unknown host, TLS
+        except ValueError as error:  # what http.client cannot send or read
+            raise EndpointError(type(error).__name__) from error
         finally:
             if timer is not None:
                 timer.cancel()
@@ -156,7 +174,7 @@ def _read(response: http.client.HTTPResponse, answer: bytes) -> object:
     if response.status != 200:
         pause = response.headers.get("Retry-After", "")
         raise EndpointError(f"status {response.status}: {answer[:200].decode('utf-8', 'replace')}",
-                            response.status in AGAIN, float(pause) if pause.isdigit() else None)
+                            response.status in AGAIN, float(pause) if pause.isascii() and pause.isdigit() else None)
     try:
         return json.loads(answer)
     except (ValueError, RecursionError) as error:

@@ -25,7 +25,7 @@ from slca.sampler import Sampler, complete, row_stream
 from slca.tokenizer import load_tokenizer
 from slca.weights import load_policy
 
-REACH = 32768  # tokens of prompt and answer together, as the paper serves its simulator; a longer chat has no answer
+REACH = 32768  # tokens of prompt and answer together at most, as the paper serves its simulator
 
 
 class Writer:
@@ -36,7 +36,7 @@ class Writer:
     """
 
     def __init__(self, kind: str, cfg: LLMConfig, seed: int = 0, stop_strings: Sequence[str] = ()):
-        self.cfg, self.seed, self.kind = cfg, seed, kind
+        self.cfg = cfg
         self.tokens, self.seconds, self.asked, self.cached = 0, 0.0, 0, 0
         if kind == "model":
             self.write = _Local(cfg, stop_strings, self)
@@ -65,7 +65,7 @@ class Writer:
             self.known |= fresh
             if self.cfg.cache:
                 _append_cache(self.cfg.cache, fresh)
-        return [None if (text := self.known.get(key)) is None else text.rpartition("</think>")[2] for key in keys]
+        return [None if (text := self.known.get(key)) is None else _spoken(text) for key in keys]
 
     def take_counts(self) -> dict[str, float]:
         """Counts since the last call: chats asked and remembered, tokens and seconds of a model."""
@@ -80,16 +80,17 @@ class _Local:
     def __init__(self, cfg: LLMConfig, stop_strings: Sequence[str], counts: Writer):
         self.cfg, self.counts = cfg, counts
         self.policy, self.tokenizer = frozen_policy(str(Path(cfg.path).resolve()))
-        self.sampler = Sampler(self.policy, cfg.concurrency, REACH, cfg.temperature, self.tokenizer.stop_ids,
+        self.reach = min(REACH, self.policy.config.max_position_embeddings)
+        self.sampler = Sampler(self.policy, cfg.concurrency, self.reach, cfg.temperature, self.tokenizer.stop_ids,
                                stop_strings, self.tokenizer)
 
     def __call__(self, chats: list[list[dict]], keys: list[str], temperature: float) -> list[str | None]:
         start, new = time.time(), self.cfg.max_new_tokens
         self.sampler.set_temperature(temperature)
         prompts = [chat.render(c, None, self.tokenizer) for c in chats]
-        fits = [i for i, ids in enumerate(prompts) if len(ids) + new <= REACH]
+        fits = [i for i, ids in enumerate(prompts) if len(ids) + new <= self.reach]
         if len(fits) < len(chats):
-            warnings.warn(f"{len(chats) - len(fits)} chats are over {REACH - new} tokens and get no answer",
+            warnings.warn(f"{len(chats) - len(fits)} chats are over {self.reach - new} tokens and get no answer",
                           stacklevel=3)
         texts: list[str | None] = [None] * len(chats)
         found = complete(self.sampler, [prompts[i] for i in fits], 1, new,
@@ -100,6 +101,12 @@ class _Local:
             self.counts.tokens += len(done.ids)
         self.counts.seconds += time.time() - start
         return texts
+
+
+def _spoken(text: str) -> str | None:
+    """The text without its reasoning; None where that was cut off before its end."""
+    thought, ended, rest = text.rpartition("</think>")
+    return None if not ended and text.lstrip().startswith("<think>") else rest
 
 
 def counts(*askers: object) -> dict[str, float]:
@@ -125,12 +132,12 @@ def _read_cache(folder: str) -> dict[str, str]:
     """All remembered answers of a folder, those of this rank last: a repeated run finds its own words again."""
     known, broken, own = {}, 0, _cache_file(folder)
     for path in [*(p for p in sorted(Path(folder).glob("rank*.jsonl")) if p != own), *([own] if own.exists() else [])]:
-        with path.open(encoding="utf-8") as lines:
-            for line in filter(str.strip, lines):
+        with path.open("rb") as lines:
+            for line in filter(bytes.strip, lines):
                 try:
                     row = json.loads(line)
                     known[row["key"]] = str(row["text"])
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     broken += 1  # cut off by a kill: it is asked again
     if broken:
         warnings.warn(f"{folder}: {broken} unreadable lines of remembered answers are passed over", stacklevel=3)

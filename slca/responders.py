@@ -96,7 +96,7 @@ class PythonTools:
 
     def __init__(self, path: str | Path):
         self.functions = _functions(Path(path))
-        self.schemas = [function_schema(f, f"{path}: {name}") for name, f in self.functions.items()]
+        self.schemas = [function_schema(f, name, f"{path}: {name}") for name, f in self.functions.items()]
 
     def __call__(self, call: dict, tools: Sequence[dict]) -> str:
         function = self.functions.get(call["name"])
@@ -104,7 +104,8 @@ class PythonTools:
             return error_text(f"tool {call['name'][:80]!r} has no function")
         try:
             result = function(**call["arguments"])
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False,
+                                                                     default=str)
         except Exception as error:
             return error_text(f"{type(error).__name__}: {error}"[:500])
 
@@ -126,17 +127,19 @@ def _functions(path: Path) -> dict[str, Callable]:
     sys.modules[name] = module  # annotations are resolved through it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: cannot be imported: {type(error).__name__}: {error}") from error
-    found = {n: f for n, f in vars(module).items()
-             if inspect.isfunction(f) and f.__module__ == name and not n.startswith("_")}
+    found = {n: f for n, f in vars(module).items() if callable(f) and not inspect.isclass(f) and not n.startswith("_")
+             and getattr(f, "__module__", None) == name}
     if not found:
         raise ValueError(f"{path}: defines no public function")
     return found
 
 
-def function_schema(function: Callable, where: str) -> dict:
+def function_schema(function: Callable, name: str, where: str) -> dict:
     """OpenAI tool schema: types from annotations, texts from the docstring (first paragraph; Args or :param lines)."""
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ValueError(f"{where}: expected a plain function, which returns its result")
     text = inspect.getdoc(function) or ""
     notes = _parameter_notes(text, inspect.signature(function).parameters)
     try:
@@ -144,22 +147,22 @@ def function_schema(function: Callable, where: str) -> dict:
     except Exception as error:
         raise ValueError(f"{where}: annotations cannot be read ({type(error).__name__}: {error})") from error
     properties, required = {}, []
-    for name, parameter in inspect.signature(function).parameters.items():
+    for key, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"{where}, parameter {name}: expected one that is given by its name")
-        schema = _type_schema(hints[name], f"{where}, parameter {name}") if name in hints else {}
-        if name in notes:
-            schema["description"] = notes[name]
+            raise ValueError(f"{where}, parameter {key}: expected one that is given by its name")
+        schema = _type_schema(hints[key], f"{where}, parameter {key}") if key in hints else {}
+        if key in notes:
+            schema["description"] = notes[key]
         if parameter.default is parameter.empty:
-            required.append(name)
+            required.append(key)
         elif parameter.default is not None:
             schema["default"] = parameter.default
-        properties[name] = schema
+        properties[key] = schema
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     description = re.split(r"\n\s*\n|\n(?=\s*(?:Args:|:param))", text, maxsplit=1)[0].replace("\n", " ").strip()
-    found = {"name": function.__name__, "description": description, "parameters": parameters}
+    found = {"name": name, "description": description, "parameters": parameters}
     try:
-        json.dumps(found)
+        json.dumps(found, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: a default is no JSON ({error})") from error
     return {"type": "function", "function": found}
@@ -176,9 +179,10 @@ def _type_schema(hint: object, where: str) -> dict:
         return {"anyOf": [_type_schema(a, where) for a in args]}
     if origin is typing.Literal:
         return {"enum": list(args)}
-    if origin is list:
+    if origin is list and args:
         return {"type": "array", "items": _type_schema(args[0], where)}
-    kind = plain.get(hint) or ("object" if origin is dict else None)
+    bare = origin or hint
+    kind = plain.get(bare) if isinstance(bare, type) else None
     if kind is None:
         raise ValueError(f"{where}: expected str, int, float, bool, None, list, dict, Literal or a union of them, "
                          f"found {hint}")

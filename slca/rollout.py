@@ -106,13 +106,6 @@ def answer_turns(turns: Sequence[tuple[Turn, list[dict]]], simulator: Simulator)
     return [[a if isinstance(a, str) else next(found) for a in turn.answers] for turn, _ in turns]
 
 
-def run_turn(text: str, tools: list[dict], simulator: Simulator, max_calls: int) -> tuple[list[str], int, int, bool]:
-    """One assistant turn alone -> (results, how many are errors of the model, calls cut off, malformed)."""
-    turn = read_turn(text, max_calls)
-    results, = answer_turns([(turn, tools)], simulator)
-    return results, call_errors(results), turn.cut, turn.malformed
-
-
 def call_errors(results: Sequence[str]) -> int:
     """How many report a fault of the call; a failed responder's is none of the model's."""
     return sum(is_error(r) and not is_failure(r) for r in results)

@@ -71,9 +71,15 @@ class Simulator:
                 batch[i] = parsed, find_tool(parsed["name"], tools) if self.use_schema else None
             found.append(error_text(error) if error else "" if i in batch else self._answer(parsed, tools))
         if batch:
-            texts = self.responder.answer_all(list(batch.values()))
-            for i, text in zip(batch, texts, strict=True):
-                found[i] = text if text and not text.isspace() else error_text(f"{FAILED}: no text")
+            try:
+                texts = list(self.responder.answer_all(list(batch.values())))
+            except Exception as error:
+                warnings.warn(f"responder failed: {type(error).__name__}", stacklevel=2)
+                texts = []
+            texts += [None] * (len(batch) - len(texts))
+            for i, text in zip(batch, texts, strict=False):
+                good = isinstance(text, str) and text and not text.isspace()
+                found[i] = text if good else error_text(f"{FAILED}: no text")
         return found
 
     def _answer(self, call: dict, tools: Sequence[dict]) -> str:

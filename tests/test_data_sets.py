@@ -397,3 +397,60 @@ def test_no_row_breaks_the_reader_and_every_task_can_be_shown(tmp_path, kind):
             chat.render_text(found.messages + found.demonstration, found.tools, add_generation_prompt=False)
     assert errors > len(rows) / 8 and tasks
     assert load_tasks(write(tmp_path, *map(vars, tasks), name="back.jsonl")) == tasks
+
+
+# --- what a first review broke ---------------------------------------------------------------------------------------
+
+PAIR = {"role": "assistant", "content": "", "tool_calls": [
+    {"id": i, "function": {"name": n, "arguments": "{}"}} for i, n in (("c1", "f"), ("c2", "g"))]}
+FG = [{"type": "function", "function": {"name": n}} for n in "fg"]
+
+
+def dialogue_of(*results, call=PAIR):
+    return {"messages": [USER, call, *results, REPLY], "tools": FG}
+
+
+def tool(text, **more):
+    return {"role": "tool", "content": text, **more}
+
+
+def test_parallel_results_find_their_calls_by_id_or_name(tmp_path):
+    for one, two in ((tool("2", tool_call_id="c2"), tool("1", tool_call_id="c1")), (tool("2", name="g"), tool("1")),
+                     (tool("1"), tool("2")), (tool("1", name="unknown"), tool("2"))):
+        task, = load_tasks(write(tmp_path, dialogue_of(one, two)))
+        assert [m["content"] for m in task.demonstration if m["role"] == "tool"] == ["1", "2"]
+    with pytest.raises(DataError, match=r"messages\[2\].tool_call_id: expected the id of a call that waits"):
+        load_tasks(write(tmp_path, dialogue_of(tool("1", tool_call_id="c9"), tool("2"))))
+
+
+@pytest.mark.parametrize("text", ["{'name': 'f', 'arguments': {'x': {1, 2}}}",
+                                  "{'name': 'f', 'arguments': {'x': b'1'}}",
+                                  "{'name': 'f', 'arguments': {'x': 1j}}", "{'name': 'f', 'arguments': {1: 2}}",
+                                  '{"name": "f", "arguments": {"x": NaN}}', '{"name": "f", "arguments": {"x": 1e999}}'])
+def test_what_json_cannot_write_is_refused(tmp_path, text):
+    row = {"uuid": "u", "messages": [USER, {"role": "tool_call", "content": text}, tool("1"), REPLY], "tools": FG}
+    with pytest.raises(DataError, match=r"messages\[1\].content.*JSON"):
+        load_tasks(write(tmp_path, row))
+
+
+def test_nan_in_a_row_or_a_schema_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "q"}], "gold_calls": [[{"name": "f", "arguments": '
+                    '{"x": NaN}}]]}')
+    with pytest.raises(DataError, match="row 1.*NaN is no JSON"):
+        load_tasks(path)
+    path.write_text(json.dumps({"messages": [USER, REPLY], "tools": [{"name": "f", "default": 1e308}]}).replace(
+        "1e+308", "1e999"))
+    with pytest.raises(DataError, match=r"tools\[0\]: expected what JSON can write"):
+        load_tasks(path)
+
+
+def test_two_tools_of_one_name_are_refused(tmp_path):
+    with pytest.raises(DataError, match="tools: expected tools of different names"):
+        load_tasks(write(tmp_path, {"messages": [USER, REPLY], "tools": FG + FG[:1]}))
+
+
+def test_thoughts_of_parallel_calls_are_kept(tmp_path):
+    both = [{**called("{}"), "reasoning_content": t} for t in ("first", "second")]
+    task, = load_tasks(write(tmp_path, raw([USER, *both, result("1"), result("2"), REPLY])))
+    assert task.demonstration[0]["reasoning_content"] == "first\nsecond"

@@ -214,13 +214,34 @@ def test_a_failed_request_costs_the_others_nothing(serve):
     assert texts == ["0", None, "2"]
 
 
+def test_a_server_that_names_no_model_is_asked_once_a_round(serve, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Handler, "do_GET", lambda h: asked.append(1) or hangs(h))
+    start = time.time()
+    with pytest.warns(UserWarning, match="all 8 requests failed: no answer within"):
+        texts = Endpoint(serve(reply()).url, timeout_s=0.2, retries=1).chat_all([CHAT] * 8, 0, 8, range(8))
+    assert texts == [None] * 8 and len(asked) == 2 and time.time() - start < 1.5
+
+
+def test_odd_headers_are_no_error_of_another_kind(serve):
+    server = serve(lambda h: h.answer(b"", 429, **{"Retry-After": "\xb2"}), reply("ok"))
+    assert Endpoint(server.url, "m", retries=1).chat(CHAT, 0, 8) == "ok"
+
+
 def test_bad_addresses(monkeypatch):
-    for url in ("127.0.0.1:8000/v1", "ftp://host/v1", "http://", ""):
+    for url in ("127.0.0.1:8000/v1", "ftp://host/v1", "http://", "", "http://h:99999/v1", f"http://{'x' * 64}.org/v1"):
         with pytest.raises(ValueError, match="expected http"):
             Endpoint(url)
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ValueError, match="NO_SUCH_KEY"):
         Endpoint("http://h/v1", key_env="NO_SUCH_KEY")
+    for key in ("s3cret\nX: y", "s3crét", "  "):
+        monkeypatch.setenv("ODD_KEY", key)
+        with pytest.raises(ValueError, match="ODD_KEY") as error:
+            Endpoint("http://h/v1", key_env="ODD_KEY")
+        assert "s3cr" not in str(error.value)
+    monkeypatch.setenv("ODD_KEY", " plain\n")
+    assert Endpoint("http://h/v1", key_env="ODD_KEY").headers["Authorization"] == "Bearer plain"
     with pytest.raises(EndpointError):  # nobody listens
         Endpoint("http://127.0.0.1:9/v1", "m", retries=0, timeout_s=1).chat(CHAT, 0, 8)
 

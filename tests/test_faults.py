@@ -24,7 +24,7 @@ import pytest
 import test_rollout
 from test_chat import FIXED, PATTERN, SPECIAL
 from test_judge import FULL, OMITTED, called
-from test_rollout import CALL, REPLY, TOOL, block, injected, one, tool_texts
+from test_rollout import CALL, REPLY, TOOL, block, injected, one, run_turn, tool_texts
 from test_simulator import example, nested
 
 from slca import chat
@@ -36,7 +36,6 @@ from slca.judge import Reply, RulesJudge, rated, score_episodes
 from slca.page import write_report
 from slca.report import RunLog, record
 from slca.rewards import loosely_equal, parse_blocks, parse_rating, score_completion, score_turns
-from slca.rollout import run_turn
 from slca.simulator import FAILED, MAX_HUNG, Simulator, is_error, is_failure, phi_check
 from slca.tokenizer import train_bpe
 

@@ -15,13 +15,13 @@ from collections import Counter
 
 import pytest
 import torch
+from test_rollout import run_turn
 from test_simulator import junk
 
 from slca.chat import render_text
 from slca.data.world import KINDS, World
 from slca.judge import Reply, RulesJudge
 from slca.rewards import Parsed, parse_blocks, score_completion, score_turns
-from slca.rollout import run_turn
 from slca.segments import segment_labels
 from slca.simulator import Simulator, is_error
 

@@ -93,6 +93,15 @@ def test_calls_of_a_round_are_asked_together_and_bad_ones_not_at_all(play, tok):
     assert sum(r.endswith(" shares") for r in results) == 4 and sum(map(is_error, results)) == 1
 
 
+@pytest.mark.parametrize("broken", [lambda _: [], lambda _: [5], lambda _: 1 / 0, lambda _: None])
+def test_a_broken_responder_of_batches_fails_its_calls_alone(broken):
+    simulator = Simulator(type("Broken", (), {"answer_all": staticmethod(broken)})())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seen = simulator.respond_all([(GOOD, [TOOL]), ({"name": "?"}, [TOOL])])
+    assert is_failure(seen[0]) and "not found" in seen[1]
+
+
 @pytest.mark.parametrize("answer", [None, "", "  \n", "<tool_response> </tool_response>"])
 def test_no_answer_is_the_responders_failure(answer, play, tok):
     e = play([ids_of(CALL, tok) + ids_of(REPLY, tok)], simulator=Simulator(LLMResponder(Says(lambda _: answer))))[0]
@@ -151,10 +160,11 @@ def test_a_cut_off_line_of_the_memory_is_asked_again(folder, tmp_path):
     texts = Writer("model", cfg).texts(CHATS[:3])
     path = tmp_path / "rank0.jsonl"
     path.write_text(path.read_text()[:-7])  # killed while it wrote the third
-    with pytest.warns(UserWarning, match="1 unreadable"):
+    (tmp_path / "rank1.jsonl").write_bytes(b"\xff\xfe\x00\n" + b"[" * 100_000)
+    with pytest.warns(UserWarning, match="3 unreadable"):
         writer = Writer("model", cfg)
     assert writer.texts(CHATS[:4])[:3] == texts and writer.take_counts()["asked"] == 2
-    with pytest.warns(UserWarning, match="1 unreadable"):
+    with pytest.warns(UserWarning, match="3 unreadable"):
         assert len(Writer("model", cfg).known) == 4
 
 
@@ -175,8 +185,9 @@ def test_what_is_too_long_gets_no_answer(folder, monkeypatch):
 def test_reasoning_is_left_out():
     writer = object.__new__(Writer)
     writer.identity, writer.known, writer.asked, writer.cached, writer.cfg = [], {}, 0, 0, LLMConfig()
-    writer.write = lambda chats, keys, temperature: ["<think>it is <rating>poor</rating></think>\n41"] * len(chats)
-    assert writer.texts(CHATS[:1]) == ["\n41"]
+    writer.write = lambda chats, keys, temperature: ["<think>it is <rating>poor</rating></think>\n41",
+                                                     "<think>\nThe user wants"]
+    assert writer.texts(CHATS[:2]) == ["\n41", None]  # one that was cut off in its thought says nothing
 
 
 def test_in_process_observations_repeat_and_are_counted(folder, play, tok):
@@ -323,11 +334,41 @@ def test_own_functions_answer(tools_file):
     ("raise RuntimeError('no')", "cannot be imported: RuntimeError: no"),
     ("def f(*names): pass", "f, parameter names: expected one that is given by its name"),
     ("def f(x, /): pass", "parameter x: expected one"), ("def f(x: bytes): pass", "parameter x: expected str, int"),
-    ("def f(x: 'Nope'): pass", "annotations cannot be read"), ("def f(x=object()): pass", "a default is no JSON")])
+    ("def f(x: 'Nope'): pass", "annotations cannot be read"), ("def f(x: [str]): pass", "parameter x: expected str"),
+    ("import sys; sys.exit(3)", "cannot be imported: SystemExit"), ("async def f(): pass", "expected a plain function"),
+    ("def f():\n yield 1", "expected a plain function"), ("def f(x=float('nan')): pass", "a default is no JSON"),
+     ("def f(x=object()): pass", "a default is no JSON")])
 def test_files_that_are_no_tools(text, words, tmp_path):
     (tmp_path / "t.py").write_text(text)
     with pytest.raises(ValueError, match=words):
         PythonTools(tmp_path / "t.py")
+
+
+def test_tools_go_by_the_names_they_have_in_the_file(tmp_path):
+    (tmp_path / "t.py").write_text("""
+import functools
+from typing import List
+
+def twice(f):
+    def wrapper(x: int) -> int:
+        return 2 * f(x)
+    return wrapper
+
+@twice
+def one(x): return x
+
+@functools.lru_cache
+def two(xs: List, y: float = 0.5): return float("nan") if y else xs
+
+other = lambda: {1, 2}
+""")
+    tools = PythonTools(tmp_path / "t.py")
+    assert [t["function"]["name"] for t in tools.schemas] == ["twice", "one", "two", "other"]
+    simulator = Simulator(tools)
+    assert simulator.respond({"name": "one", "arguments": {"x": 4}}, tools.schemas) == "8"
+    assert "unhashable" in simulator.respond({"name": "two", "arguments": {"xs": []}}, tools.schemas)
+    assert "not JSON compliant" in json.dumps(Simulator(tools, use_schema=False).respond(
+        {"name": "two", "arguments": {"xs": 1}}, []))
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -337,7 +378,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_plain_types():
     def f(a, b: Any, c: dict, d: dict[str, int], e: list, g: bool | None, h: Literal[1, "x"], i: None): ...
-    assert function_schema(f, "here")["function"]["parameters"]["properties"] == {
+    assert function_schema(f, "f", "here")["function"]["parameters"]["properties"] == {
         "a": {}, "b": {}, "c": {"type": "object"}, "d": {"type": "object"}, "e": {"type": "array"},
         "g": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "h": {"enum": [1, "x"]}, "i": {"type": "null"}}
 
@@ -380,7 +421,9 @@ def test_frozen_models_are_in_the_memory_plan(folder):
     (["simulator.responder=model"], "simulator.llm.path"), (["judge.kind=http"], "judge.llm.url"),
     (["simulator.llm.path=x"], "null without"), (["simulator.responder=python"], "simulator.python"),
     (["simulator.python=t.py"], "simulator.python"),
-    (["judge.kind=http", "judge.llm.url=http://h/v1", "judge.noise=0.1"], "judge.noise")])
+    (["judge.kind=http", "judge.llm.url=http://h/v1", "judge.noise=0.1"], "judge.noise"),
+    (["judge.llm.name=x"], "judge.llm.name: .*judge.kind rules asks no model"),
+    (["simulator.llm.cache=x"], "simulator.llm.cache")])
 def test_settings_that_do_not_fit(settings_, words):
     with pytest.raises(ConfigError, match=words):
         load_config([], settings_)

@@ -25,7 +25,7 @@ from slca.data.world import KINDS, World
 from slca.judge import RulesJudge, score_episodes
 from slca.learner import Batch, token_logprobs
 from slca.model import ModelConfig, Policy
-from slca.rollout import Episode, make_sampler, rollout, run_turn, shorten
+from slca.rollout import Episode, answer_turns, call_errors, make_sampler, read_turn, rollout, shorten
 from slca.simulator import Simulator
 
 TOOL = {"type": "function", "function": {"name": "find_stock", "description": "share price", "parameters": {
@@ -60,6 +60,13 @@ def ids_of(text: str, tok) -> list[int]:
 def spelt(text: str, tok) -> list[int]:
     """The same text from as many pieces as possible."""
     return [i for letter in text for i in tok.encode_untrusted(letter)]
+
+
+def run_turn(text, tools, simulator, max_calls) -> tuple[list[str], int, int, bool]:
+    """One assistant turn alone -> (results, how many are errors of the model, calls cut off, malformed)."""
+    turn = read_turn(text, max_calls)
+    results, = answer_turns([(turn, tools)], simulator)
+    return results, call_errors(results), turn.cut, turn.malformed
 
 
 class Answers:

@@ -246,8 +246,8 @@ def test_resume_goes_on_after_the_last_finished_stage(tmp_path, capsys):
 def test_loss_that_is_not_finite_stops_with_the_batch_saved(tmp_path, monkeypatch):
     plain = train.estimate
 
-    def broken(episodes, batch, cfg):
-        a = plain(episodes, batch, cfg)
+    def broken(episodes, batch, *more):
+        a = plain(episodes, batch, *more)
         return a._replace(tokens=torch.where(batch.policy_mask == 1, float("nan"), a.tokens))
     monkeypatch.setattr(train, "estimate", broken)
     with pytest.raises(SystemExit, match=r"RL step 1: policy loss nan; the batch is in .*failed_batch.json"):

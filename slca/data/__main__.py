@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -145,7 +146,7 @@ def spread(counter: Counter) -> str:
 
 def convert(args: argparse.Namespace) -> None:
     out, total, tasks = Path(args.files.pop()), 0, 0
-    if out.suffix != ".jsonl" or out.name.endswith(DROPPED):
+    if out.suffix != ".jsonl" or out.name.endswith(DROPPED) or out.is_dir():
         raise DataError(out, None, "", "an output name that ends in .jsonl")
     if any(file.resolve() == out.resolve() for name in args.files for file in data_files(name)):
         raise DataError(out, None, "", "an output that is none of the inputs")
@@ -218,6 +219,16 @@ def _share(text: str) -> float:
     return share
 
 
+def _score(text: str) -> float:
+    try:
+        score = float(text)
+    except ValueError:
+        score = math.nan
+    if not math.isfinite(score):
+        raise argparse.ArgumentTypeError(f"{text!r}: a number was expected")
+    return score
+
+
 def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--kind", choices=KINDS, default="auto", help="of the rows; auto: by each row's keys")
@@ -241,7 +252,7 @@ def parser() -> argparse.ArgumentParser:
                              help="samples of single-turn and multi-turn dialogues to hold out (default: 3000 1000)")
         command.add_argument("--sft-share", type=_share, default=SFT_SHARE, metavar="X",
                              help="share of SFT in the other samples (default: 4/7, the paper's)")
-        command.add_argument("--min-score", type=float, default=3.0, metavar="X",
+        command.add_argument("--min-score", type=_score, default=3.0, metavar="X",
                              help="lowest quality score, 1 to 5, of a row that states one (default: 3)")
         command.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
     return top

@@ -42,8 +42,22 @@ def tool_schemas(value: Any, field: str) -> list[dict]:
             raise BadRow(f"{field}[{i}].parameters", "a JSON schema or null", parameters)
         function = {**function, "description": function.get("description") or "",
                     "parameters": parameters or {"type": "object", "properties": {}}}
-        tools.append({"type": "function", "function": function})
+        tools.append({"type": "function", "function": plain_json(function, f"{field}[{i}]")})
+    names = [tool["function"]["name"] for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise BadRow(field, "tools of different names", twice)
     return tools
+
+
+def plain_json(value: Any, field: str) -> Any:
+    """The value, if JSON can write it: no NaN, no infinity, no key that is no text (a Python literal may hold them)."""
+    try:
+        whole = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow(field, f"what JSON can write ({error})") from error
+    if not whole:
+        raise BadRow(field, "what JSON can write (keys that are texts)")
+    return value
 
 
 def one_call(value: Any, field: str) -> dict:
@@ -56,7 +70,7 @@ def one_call(value: Any, field: str) -> dict:
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise BadRow(f"{field}.arguments", "an object or its JSON text", arguments)
-    return {"name": value["name"], "arguments": arguments}
+    return {"name": value["name"], "arguments": plain_json(arguments, f"{field}.arguments")}
 
 
 def gold_steps(value: Any, field: str) -> list[list[dict]]:
@@ -80,13 +94,15 @@ def chat_messages(value: Any, field: str, text: str = "content") -> list[dict]:
 
     A call that is a message of its own (Toucan's role tool_call; `function_call` in an assistant's message) joins the
     assistant text before it, or makes a turn of its own. Every call must be answered by one result before the dialogue
-    goes on. text: what an error calls the content's field.
+    goes on; results stand in the order of the calls, found by their ids or names where these are given. text: what an
+    error calls the content's field.
     """
     value = decoded(value, field)
     if not isinstance(value, list):
         raise BadRow(field, "a list of messages, or its JSON text", value)
     messages: list[dict] = []
-    due, previous = 0, ""
+    waiting: list[dict] = []  # calls of the last step: id, name, and the result once it has come
+    previous = ""
     for i, message in enumerate(value):
         place = f"{field}[{i}]"
         if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
@@ -103,7 +119,8 @@ def chat_messages(value: Any, field: str, text: str = "content") -> list[dict]:
             raise BadRow(f"{place}.{text}", "text", content)
         role = "function_call" if alone is not None else role
         calling = role in ("tool_call", "function_call")
-        if due and role not in RESULT_ROLES and not (calling and role == previous):
+        if waiting and role not in RESULT_ROLES and not (calling and role == previous):
+            due = sum("result" not in call for call in waiting)
             raise BadRow(place, f"the results of {due} calls before the next turn", role)
         if calling:
             if previous not in ("assistant", role):
@@ -114,25 +131,44 @@ def chat_messages(value: Any, field: str, text: str = "content") -> list[dict]:
                 call = one_call(alone, f"{place}.function_call")
                 messages[-1]["content"] = "\n".join(part for part in (messages[-1]["content"], content) if part)
             messages[-1].setdefault("tool_calls", []).append(call)
-            due += 1
+            waiting.append({"name": call["name"]})
         elif role in RESULT_ROLES:
-            if not due:
-                raise BadRow(place, "a call that this result answers")
-            messages.append({"role": "tool", "content": content})
-            due -= 1
+            _answered(waiting, message, place)["result"] = content
+            if all("result" in call for call in waiting):
+                messages += [{"role": "tool", "content": call["result"]} for call in waiting]
+                waiting = []
         elif role in ("system", "user", "assistant"):
             messages.append({"role": role, "content": content})
             if calls:
-                messages[-1]["tool_calls"] = [one_call(c, f"{place}.tool_calls[{k}]") for k, c in enumerate(calls)]
-                due = len(calls)
+                made = [one_call(c, f"{place}.tool_calls[{k}]") for k, c in enumerate(calls)]
+                messages[-1]["tool_calls"] = made
+                waiting = [{"name": c["name"], "id": call.get("id") if isinstance(call, dict) else None}
+                           for c, call in zip(made, calls, strict=True)]
         else:
             raise BadRow(f"{place}.role", ROLES, role)
         if isinstance(message.get("reasoning_content"), str) and role not in RESULT_ROLES:
-            messages[-1].setdefault("reasoning_content", message["reasoning_content"])
+            thoughts = messages[-1].get("reasoning_content"), message["reasoning_content"]
+            messages[-1]["reasoning_content"] = "\n".join(filter(None, thoughts))
         previous = role
-    if due:
+    if due := sum("result" not in call for call in waiting):
         raise BadRow(field, f"the results of the last {due} calls")
     return messages
+
+
+def _answered(waiting: list[dict], message: dict, place: str) -> dict:
+    """Which of the calls a result belongs to: by its tool_call_id, else its name if a call has it, else their order."""
+    left = [call for call in waiting if "result" not in call]
+    if not left:
+        raise BadRow(place, "a call that this result answers")
+    for key, own in (("id", "tool_call_id"), ("name", "name")):
+        wanted = message.get(own)
+        if isinstance(wanted, str) and wanted and all(call.get(key) for call in left):
+            found = next((call for call in left if call[key] == wanted), None)
+            if found is not None:
+                return found
+            if key == "id":
+                raise BadRow(f"{place}.{own}", "the id of a call that waits for its result", wanted)
+    return left[0]
 
 
 def dialogue_tasks(messages: list[dict], tools: list[dict], name: str, subset: str, field: str,

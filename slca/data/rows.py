@@ -77,9 +77,13 @@ def decoded(value: Any, field: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return json.loads(value, parse_constant=_no_json)
     except (ValueError, RecursionError) as error:
         raise BadRow(field, f"JSON ({error})", value) from error
+
+
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _line(data: bytes) -> Any:

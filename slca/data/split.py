@@ -65,11 +65,15 @@ def overall_score(assessment: Any) -> float | None:
 
 
 def dialogue(read: Read, path: Path) -> str:
-    """What tells a row's dialogue from others: its uuid or id, else its place."""
+    """What tells a row's dialogue from others: its uuid or id, else its first question (of several teachers, say)."""
     extra = read.row.get("extra_info")
     extra = extra if isinstance(extra, dict) else {}
     named = (read.row.get("uuid"), extra.get("uuid"), read.row.get("id"), read.row.get("file"))
-    return next((str(name) for name in named if name), f"{path}:{read.number}")
+    if found := next((str(name) for name in named if name), None):
+        return found
+    asked = next((m["content"] for task in read.tasks for m in task.messages if m["role"] == "user"), None)
+    return f"{path}:{read.number}" if asked is None else hashlib.sha256(
+        asked.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def multi_turn(tasks: list[Task]) -> bool:

@@ -37,14 +37,14 @@ class NoTaskLeft(ValueError):
 class Result:
     """metrics: the M of the run's summary, over all ranks; by_subset the same for each kind, of this rank; gold_turns:
     mean gold steps a task, to hold against tool_turns; episodes: this rank's; skipped: prompts over the limit;
-    agreement: share of rated replies on which the judge agrees with the rules."""
+    agreement: share of rated replies on which the judge agrees with the rules, None where it rated none."""
 
     metrics: dict[str, float]
     by_subset: dict[str, dict[str, float]]
     gold_turns: float
     episodes: list[Episode]
     skipped: int
-    agreement: float
+    agreement: float | None
 
 
 def write_replies(episodes: Sequence[Episode], folder: str, tokenizer, max_new_tokens: int) -> None:
@@ -95,5 +95,6 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
     threshold = cfg.eval.success_threshold
     gold_turns = sum(len(gold_steps(tasks[i].gold_calls)) for i in kept) / len(kept)
     found = means(over_ranks(sums(episodes, threshold))) | {"n": len(kept)}
-    agrees = means(over_ranks(agreement(episodes)))["judge_agreement"]
+    same, rated = over_ranks(agreement(episodes))["judge_agreement"]
+    agrees = same / rated if rated else None
     return Result(found, by_subset(episodes, threshold), gold_turns, episodes, len(tasks) - len(kept), agrees)

@@ -1,0 +1,258 @@
+"""Run a study: every condition of a file over seeds, from one supervised checkpoint a seed, into the paper's tables.
+
+    python -m slca.study configs/studies/support_control.yaml --seeds 0 1 2 [--config F.yaml ...] [--set a.b=c ...]
+                         [--out DIR] [--only NAME ...] [--ranks N] [--tables] [--columns NAME ...] [--levels X ...]
+
+The base is --config, then --set; a condition of the file is put over both (`slca/study_plan.py`).
+
+DIR/sft/seed0 is the supervised run of a seed, DIR/<condition>/seed0 the RL run that goes on from it. A condition that
+changes what SFT reads has a supervised run of its own, DIR/sft-<hash>. One with rl.enabled false is the supervised run
+itself. Finished runs are skipped and cut-off ones gone on with, so the same command goes on after Ctrl-C or a kill.
+Each run writes to log.txt in its folder. DIR/study.json has all numbers, tables.md and tables.csv the tables. Studies
+may share a DIR: what they have in common is run once, the tables are those of the last, --tables makes another's again.
+
+Runs follow one another on this machine; nothing is queued, sent to other machines or run side by side.
+"""
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slca.config import load_config
+from slca.report import GLOSSARY
+from slca.stats import build_tables, csv_text, markdown, run_record
+from slca.study_plan import (
+    ROOT,
+    Job,
+    Plan,
+    StudyError,
+    evaluation_file,
+    jobs,
+    plan,
+    read_json,
+    read_study,
+    refuse_other,
+    seeds_there,
+)
+
+
+class Stopped(Exception):
+    """The study was asked to end by this signal."""
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+def say(text: str) -> None:
+    print(text, flush=True)  # a study's output is often sent to a file
+
+
+def run_process(command: Sequence[str], log: Path) -> int:
+    """Run a command with its output added to the log -> its exit status.
+
+    SIGINT and SIGTERM go to the process, which saves a checkpoint; once it has ended, Stopped is raised. The log stays
+    locked as long as the process lives, so one that another study left behind, killed alone, is waited for.
+    """
+    asked: list[int] = []
+    child: list[subprocess.Popen] = []
+
+    def forward(number: int, frame) -> None:
+        asked.append(number)
+        for process in child:
+            process.send_signal(number)
+
+    with log.open("a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"    waits for a process of another study, which still writes to {log}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(f"$ {shlex.join(command)}\n")
+        file.flush()
+        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:  # a session of its own: Ctrl-C reaches it through `forward` alone, and once
+            child.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                                          env=os.environ | {"TQDM_MININTERVAL": "60"}))
+            for number in asked:
+                child[0].send_signal(number)
+            code = child[0].wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if asked:
+        raise Stopped(signal.Signals(asked[0]).name)
+    return code
+
+
+def run_all(todo: Sequence[Job]) -> list[str]:
+    """Run what is not done, in order -> labels of what failed. One failure does not end the others."""
+    times: dict[str, list[float]] = {}
+    for job in todo:
+        if job.kind != "evaluate" and job.done():
+            times.setdefault(job.kind, []).append(wall(job, 0.0))
+    failed, bad = [], set()
+    for i, job in enumerate(todo, 1):
+        head = f"[{i}/{len(todo)}] {job.label}"
+        if job.done():
+            say(f"{head}: finished already")
+            continue
+        if bad.intersection(job.needs):
+            say(f"{head}: not run, as what it goes on from failed")
+            why = "not run"
+        else:
+            job.folder.mkdir(parents=True, exist_ok=True)
+            start = time.time()
+            say(f"{head}: {'goes on' if job.log.exists() else 'begins'}, output in {job.log}")
+            try:
+                code = run_process(job.command, job.log)
+                why = "" if job.done() else f"exit status {code}"
+            except OSError as error:
+                why = str(error)
+            if not why:
+                times.setdefault(job.kind, []).append(wall(job, time.time() - start))
+                left = [sum(times[j.kind]) / len(times[j.kind]) if j.kind in times else None
+                        for j in todo[i:] if not j.done()]
+                known = sum(x for x in left if x is not None)
+                more = "more than " if None in left else "about "
+                togo = f"; {len(left)} to go, {more}{duration(known)}" if left else ""
+                say(f"{head}: {duration(time.time() - start)}{togo}")
+                continue
+            say(f"{head}: FAILED ({why}); the end of {job.log}:\n{tail(job.log)}")
+        failed.append(f"{job.label}: {why}")
+        bad.add(job.folder)
+    return failed
+
+
+def wall(job: Job, measured: float) -> float:
+    """Seconds of a finished run, those before it was gone on with too."""
+    return measured if job.kind == "evaluate" else read_json(job.folder / "summary.json").get("wall_s", measured)
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    """The last lines of a log, indented; of a progress bar only what is left of it."""
+    text = log.read_bytes().decode("utf-8", "replace") if log.is_file() else ""  # bytes: \r is not a new line here
+    shown = [line.split("\r")[-1].rstrip() for line in text.split("\n")]
+    return "\n".join(f"    {line}" for line in [line for line in shown if line][-lines:])
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+def collect(study: dict, planned: Plan, columns: Sequence[str],
+            levels: Sequence[float]) -> dict[str, dict[int, dict]]:
+    """Condition -> seed -> what its finished run left; with what `evaluate` measured on it."""
+    found: dict[str, dict[int, dict]] = {}
+    for name, by_seed in planned.items():
+        for seed, runs in by_seed.items():
+            if not runs[-1].finished():
+                continue
+            record = run_record(runs[-1].folder, runs[-1].stage, columns, levels)
+            if study["evaluate"]:
+                measured = read_json(evaluation_file(runs[-1], study["evaluate"]))
+                record["evaluate"] = ({"toucan": measured["metrics"]} if measured.get("metrics") else
+                                      {k: e["metrics"] for k, e in measured.get("conditions", {}).items()})
+            found.setdefault(name, {})[seed] = record
+    return found
+
+
+def write_tables(study: dict, runs: Mapping[str, Mapping[int, dict]], root: Path) -> str:
+    """study.json, tables.md and tables.csv in the study's folder -> the Markdown."""
+    tables = build_tables(runs, study["reference"])
+    seeds = {name: " ".join(map(str, by_seed)) for name, by_seed in runs.items()}
+    note = "; ".join(f"{name}: {shown}" for name, shown in seeds.items())
+    note = (f"Paper: table {', '.join(map(str, study['paper']))}. " if study["paper"] else "") + (
+        "Mean ± standard deviation over seeds; differences with 95 % t-intervals over paired seeds. "
+        f"Finished runs, by seed: {note or 'none'}.")
+    text = markdown(study["title"], note, tables)
+    record = {k: study[k] for k in ("title", "paper", "reference", "evaluate")} | {
+        "conditions": {name: {"settings": tree, "runs": {str(s): r for s, r in runs.get(name, {}).items()}}
+                       for name, tree in study["conditions"].items()}, "tables": tables}
+    for name, content in (("study.json", json.dumps(record, ensure_ascii=False)), ("tables.md", text),
+                          ("tables.csv", csv_text(tables))):
+        part = root / f"{name}.tmp"  # a killed study leaves no half of it
+        part.write_text(content, encoding="utf-8")
+        part.replace(root / name)
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """-> exit status: 1 where a run failed, 130 where the study was stopped."""
+    args = arguments(argv)
+    study = read_study(args.study)
+    if args.catalogue:
+        if (study["evaluate"] or {}).get("suite") != "distractors":
+            raise StudyError(f"--catalogue: expected a study with suite: distractors, found {args.study}")
+        study["evaluate"]["catalogue"] = args.catalogue
+    for kind, names, allowed in (("--only", args.only, study["conditions"]), ("--columns", args.columns, GLOSSARY)):
+        if unknown := [n for n in names if n not in allowed]:
+            raise StudyError(f"{kind} {' '.join(unknown)}: expected names of {', '.join(allowed)}")
+    files = args.config or [str(ROOT / "configs" / "tiny.yaml")]
+    base = load_config(files, args.set)
+    root = Path(args.out or Path("runs") / Path(args.study).stem).resolve()
+    every = sorted(seeds_there(root, list(study["conditions"])) | set([] if args.tables else args.seeds))
+    planned = plan(study, args.study, base, root, every)
+    failed, status = [], 0
+    if not args.tables:
+        chosen = {name: planned[name] for name in (args.only or planned)}
+        refuse_other([run for by_seed in planned.values() for runs in by_seed.values() for run in runs])
+        if (catalogue := (study["evaluate"] or {}).get("catalogue")) and not Path(catalogue).exists():
+            raise StudyError(f"{catalogue}: no such catalogue; name one with --catalogue FILE")
+        first = {name: [run.name for run in by_seed[args.seeds[0]] if run.stage == "after_sft"]
+                 for name, by_seed in chosen.items()}
+        for sft in dict.fromkeys(n for names in first.values() for n in names):
+            say(f"{sft}: the supervised run of {', '.join(name for name in first if sft in first[name])}")
+        try:
+            failed = run_all(list(jobs(study, chosen, base, files, args.set, args.seeds, args.ranks)))
+        except (Stopped, KeyboardInterrupt) as stopped:
+            say(f"stopped by {stopped or 'SIGINT'}; the same command goes on")
+            status = 130
+    runs = collect(study, planned, args.columns, args.levels)
+    if args.tables and not runs:
+        raise StudyError(f"{root}: no finished run of {args.study} there")
+    if runs:
+        print(f"\n{write_tables(study, runs, root)}\nin {root}: tables.md, tables.csv, study.json")
+    if failed:
+        print("failed:\n  " + "\n  ".join(failed))
+    return status or int(bool(failed))
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m slca.study", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", metavar="STUDY.yaml")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2")
+    parser.add_argument("--config", nargs="+", action="extend", metavar="F.yaml",
+                        help="the base, merged left to right; default: configs/tiny.yaml")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="a.b=c", help="settings of the base")
+    parser.add_argument("--out", metavar="DIR", help="the study's folder; default: runs/ and the file's name")
+    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="NAME", help="run these conditions")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes of a run (torchrun)")
+    parser.add_argument("--tables", action="store_true", help="run nothing: tables of what is finished in DIR")
+    parser.add_argument("--columns", nargs="+", action="extend", default=[], metavar="NAME",
+                        help="columns of metrics.jsonl to average over the RL steps")
+    parser.add_argument("--levels", nargs="+", type=float, default=[0.7, 0.8, 0.9], metavar="X",
+                        help="success levels of the convergence table; default: 0.7 0.8 0.9")
+    parser.add_argument("--catalogue", metavar="FILE", help="tools of the distractors, instead of the study's")
+    args = parser.parse_args(argv)
+    args.seeds = sorted(set(args.seeds))
+    if min(args.seeds) < 0 or args.ranks < 1:
+        parser.error("--seeds: expected numbers from 0 on; --ranks: from 1 on")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:  # configuration and study errors among them
+        raise SystemExit(f"error: {error}") from error
