@@ -224,6 +224,8 @@ class Run:
         another prompt takes its place, if that has any."""
         cfg, size = self.cfg, self.cfg.rl.group_size
         dead = [g for g in range(len(mine)) if not bool(advantages.tokens[g * size:(g + 1) * size].any())]
+        if not ranks.all_max({"dead": len(dead)})["dead"]:  # all ranks go on together: packing weights is a collective
+            return episodes
         tasks = self.tasks.spare(step)
         found = rollout(self.policy, self.tokenizer, [tasks[mine[g]] for g in dead], self.simulator, cfg, size,
                         (cfg.seed, step, 1), cfg.rollout.temperature, sampler=sampler, numbers=[mine[g] for g in dead])

@@ -593,6 +593,10 @@ def validate(config: Config, origin: dict[str, str] | None = None) -> Config:
         default = getattr(AdvantageConfig(), name)
         need(adv.estimator in who.split() or getattr(adv, name) == default, f"advantage.{name}",
              f"{_plain(default)}, as only advantage.estimator {' or '.join(who.split())} reads it, not {adv.estimator}")
+    need(not adv.turn_credit or adv.routing[0] == (1.0, 0.0), "advantage.routing",
+         "[[1, 0], ...], as advantage.turn_credit gives tool tokens their turn's part alone")
+    need(not rl.dynamic_sampling or adv.estimator != "gdpo", "rl.dynamic_sampling",
+         "false, as advantage.estimator gdpo shifts the groups without a signal too")
     reward, plain = config.reward, RewardConfig()
     need(reward.tool == "hierr" or adv.estimator not in ("toolpo", "rltr"), "reward.tool",
          f"hierr, as advantage.estimator {adv.estimator} has a reward of its own for the calls")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from slca.config import Config, ConfigError, override
+from slca.config import Config, ConfigError, LLMConfig, override
 from slca.learner import CHUNK_LOGITS, POSITION_STEP
 from slca.model import PLAIN_SCORES, ModelConfig, Policy, bf16_runs
 from slca.optim import CHUNK
@@ -87,7 +87,7 @@ def plan(cfg: Config, shape: ModelConfig, world: int, tokenizer_size: int | None
 
     found = {
         "weights": (s.weights * s.held + s.adapters * 4) / world,
-        "gradients": s.trained * 4 / world,
+        "gradients": s.trained * 4 / world * (2 if cfg.log.stream_gradients else 1),
         "optimiser": max(_optimiser_state(cfg, s)) / world,
         "reference": s.weights * s.held / world * (cfg.rl.enabled and cfg.loss.kl_coef > 0 and not s.adapters),
         "frozen": _frozen(cfg, device),
@@ -117,12 +117,15 @@ def plan(cfg: Config, shape: ModelConfig, world: int, tokenizer_size: int | None
 
 
 def _frozen(cfg: Config, device: str) -> float:
-    """Models of simulator and judge in process: weights once, and for each asker its packed copy and a cache.
+    """Models of simulator, judge and summariser in process: weights once, for each asker a packed copy and a cache.
 
     The cache is reckoned with chats of FROZEN_CHAT tokens: how long the tools' definitions are is not known here.
     """
     askers = [llm for llm, kind in ((cfg.simulator.llm, cfg.simulator.responder), (cfg.judge.llm, cfg.judge.kind))
               if kind == "model"]
+    if cfg.eval.summariser:
+        askers.append(LLMConfig(path=cfg.eval.summariser, concurrency=cfg.rollout.max_rows,
+                                max_new_tokens=cfg.eval.max_response_tokens))
     size = 2 if device == "cuda" or bf16_runs(torch.device("cpu")) else 4
     found, loaded = 0.0, set()
     for llm in askers:

@@ -249,8 +249,19 @@ def test_stream_gradients_are_those_of_the_loss(step, tok, policy):
 
 @pytest.mark.parametrize("wrong, words", [
     ("advantage.turn_credit=true", "advantage.turn_credit"), ("advantage.summary_credit=omissions", "summary_credit"),
-    ("advantage.abstention_credit=true", "abstention_credit"), ("reward.tool=executed", "reward.tool")])
+    ("advantage.abstention_credit=true", "abstention_credit"), ("reward.tool=executed", "reward.tool"),
+    ("reward.outcome=process", "reward.outcome"), ("reward.checker_votes=5", "reward.checker_votes")])
 def test_settings_that_an_estimator_does_not_read(wrong, words):
-    estimator = "toolpo" if "reward" in wrong else "grpo"
+    estimator = "toolpo" if "reward.tool" in wrong else "grpo"
     with pytest.raises(ConfigError, match=words):
         load_config([], [f"advantage.estimator={estimator}", wrong])
+
+
+@pytest.mark.parametrize("wrong, words", [
+    (["advantage.turn_credit=true", "advantage.routing=[[1, 1], [0, 1]]"], "advantage.routing"),
+    (["advantage.estimator=gdpo", "rl.dynamic_sampling=true"], "rl.dynamic_sampling"),
+    (["advantage.estimator=gdpo", "advantage.eps=0.1"], "advantage.eps"),
+    (["loss.surrogate=cispo", "loss.dual_clip=2"], "loss.dual_clip")])
+def test_settings_that_do_not_go_together(wrong, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config([], wrong)

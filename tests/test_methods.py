@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import test_rollout
+import torch
+from test_learner import load_train
 from test_model import drawn
 from test_rollout import CALL, REPLY, ids_of, settings
 
+from slca.advantages import Advantages
 from slca.data.source import RL_TASKS, TaskSource
 from slca.data.vocabulary import world_tokenizer
 from slca.evaluation.toucan import write_replies
@@ -80,3 +83,44 @@ def test_a_short_run_of_each(method, tmp_path):
     last = [r for r in rows if r["phase"] == "rl"][-1]
     assert {"leak_flips", "leak_share", "loss", "judge_agreement"} <= last.keys()
     assert ("grad_cosine" in last) == ("log.stream_gradients=1" in method)
+
+
+def test_dead_groups_give_way_to_living_ones(tmp_path, monkeypatch):
+    """Of four groups two have no signal; of the two sampled instead one has: it alone moves in."""
+    train = load_train()
+    cfg = settings("sft.enabled=false", "rl.prompts_per_step=4", "rl.prompts_per_update=4", "rl.group_size=2",
+                   "rl.dynamic_sampling=true", "data.eval_tasks=4", "data.validation_tasks=4", "threads=1")
+    run, asked = train.Run(cfg, tmp_path / "run", torch.device("cpu")), {}
+
+    def rollout(policy, tokenizer, tasks, simulator, cfg, size, key, temperature, sampler, numbers):
+        asked.update(ids=[t.id for t in tasks], key=key, numbers=numbers)
+        return [f"new {n} {m}" for n in numbers for m in range(size)]
+
+    def advantages(*alive):
+        tokens = torch.tensor([[float(a)] for a in alive for _ in range(2)])
+        return Advantages(tokens, tokens[:, 0], tokens[:, 0])
+
+    monkeypatch.setattr(train, "rollout", rollout)
+    monkeypatch.setattr(train, "score_episodes", lambda *_: None)
+    monkeypatch.setattr(train.Run, "credited", lambda self, found: (None, advantages(0, 1)))
+    old = [f"old {g} {m}" for g in range(4) for m in range(2)]
+    got = run.with_signal(list(old), advantages(1, 0, 1, 0), 7, [0, 1, 2, 3], None)
+    assert got == old[:6] + ["new 3 0", "new 3 1"]
+    assert asked["numbers"] == [1, 3] and asked["key"] == (0, 7, 1)
+    assert asked["ids"] == [run.tasks.spare(7)[i].id for i in (1, 3)]
+    asked.clear()
+    assert run.with_signal(list(old), advantages(1, 1, 1, 1), 7, [0, 1, 2, 3], None) == old and not asked
+
+
+def test_two_ranks_with_everything_on(tmp_path):
+    """Dynamic sampling and stream gradients are collectives too: two ranks, sharded, end under a time limit."""
+    short = ["sft.max_steps=1", "sft.warmup_steps=1", "sft.decay_steps=0", "rl.steps=2", "rl.prompts_per_step=2",
+             "rl.prompts_per_update=2", "rl.group_size=2", "data.eval_tasks=4", "data.validation_tasks=4",
+             "eval.every=0", "threads=1", "rollout.max_response_tokens=40", "eval.max_response_tokens=40", "shard=true",
+             "rl.dynamic_sampling=true", "log.stream_gradients=1"]
+    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                          str(ROOT / "train.py"), "--out", str(tmp_path / "run"), "--set", *short],
+                         capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr[-2000:]
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 2 and "grad_cosine" in last

@@ -47,7 +47,8 @@ class Result:
     agreement: float | None
 
 
-def write_replies(episodes: Sequence[Episode], folder: str, tokenizer, max_new_tokens: int) -> None:
+def write_replies(episodes: Sequence[Episode], folder: str, tokenizer, max_new_tokens: int,
+                  max_rows: int = 128) -> None:
     """Replies of answered episodes, written anew (greedy) by the policy in the folder: it reads what stood before them.
 
     ids and labels stay those of the policy that planned. ValueError: another vocabulary.
@@ -59,7 +60,7 @@ def write_replies(episodes: Sequence[Episode], folder: str, tokenizer, max_new_t
     answered = [e for e in episodes if e.status == "answered"]
     starts = [runs(torch.tensor(e.policy_mask))[-1][0] for e in answered]
     found = generate(summariser, [e.ids[:start] for e, start in zip(answered, starts, strict=True)], 1,
-                     max_new_tokens, 0.0, tokenizer.stop_ids, tokenizer=tokenizer)
+                     max_new_tokens, 0.0, tokenizer.stop_ids, tokenizer=tokenizer, max_rows=max_rows)
     for e, reply in zip(answered, found, strict=True):
         ids = reply.ids[:-1] if reply.ids[-1] in tokenizer.stop_ids else reply.ids
         e.turns[-1] = ("assistant", tokenizer.decode(ids))
@@ -90,7 +91,7 @@ def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temp
                             [prompts[part[i]] for i in mine], numbers=mine)
         progress(min(start + BATCH, len(kept)))
     if cfg.eval.summariser:
-        write_replies(episodes, cfg.eval.summariser, tokenizer, cfg.eval.max_response_tokens)
+        write_replies(episodes, cfg.eval.summariser, tokenizer, cfg.eval.max_response_tokens, cfg.rollout.max_rows)
     score_episodes(episodes, judge, cfg.reward, cfg.judge.failure_score, cfg.judge.timeout_s)
     threshold = cfg.eval.success_threshold
     gold_turns = sum(len(gold_steps(tasks[i].gold_calls)) for i in kept) / len(kept)
