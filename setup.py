@@ -12,7 +12,7 @@ setup(
     packages=find_packages(include=["slca", "slca.*"]),
     install_requires=["torch>=2.9", "numpy", "tokenizers", "safetensors", "sentencepiece", "tqdm", "pyyaml"],
     extras_require={
-        "test": ["pytest", "transformers", "jinja2"],
+        "test": ["pytest", "transformers", "jinja2", "matplotlib"],
         "notebooks": ["jupyterlab", "matplotlib"],
         "parquet": ["pyarrow"],
         "bench": ["transformers", "trl", "accelerate"],
