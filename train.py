@@ -197,7 +197,8 @@ class Run:
                            for e, a in zip(episodes, records, strict=True)] if records else list(map(asdict, tasks)))
 
             tokens = ranks.all_sum({"tokens": int(batch.policy_mask.sum())})["tokens"]
-            row = means(over_ranks(step_sums(episodes, batch, advantages) | leakage(episodes, batch, cfg))) | updates
+            sums = step_sums(episodes, batch, advantages) | leakage(episodes, batch, cfg, self.judge)
+            row = means(over_ranks(sums)) | updates
             row |= {"lr": found[0].param_groups[0]["lr"], "rollout_s": sampled - start,
                     "learn_s": time.time() - sampled, "tok_s": tokens / (sampled - start),
                     "save_failures": self.save_failures, **llm.counts(self.simulator.responder, self.judge),

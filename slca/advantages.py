@@ -147,23 +147,22 @@ def route(tool: Tensor, summary: Tensor, on_tool: Tensor, on_summary: Tensor,
 
 def turn_advantages(turn_index: Tensor, turn_scores: Sequence[Sequence[float]], group_ids: Groups,
                     divide_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """Ours, beyond the paper: every call turn has a score of its own, normalised over all turns of the group.
+    """Ours, beyond the paper: every call turn has a score of its own, normalised against the same turn of the group.
 
     turn_index int64 [B,T]: number of a token's turn in its rollout, below 0 for none; turn_scores[b][k]: of turn k
-    (those of turns without tokens are passed over) -> float32 [B,T], 0 outside turns.
+    (those of turns without tokens are passed over) -> float32 [B,T], 0 outside turns. A rollout that has ended before
+    turn k counts with 0 there; one without any turn does not count.
     """
     counts = (turn_index.amax(1) + 1).clamp(min=0).tolist()
-    ids = group_ids.tolist() if hasattr(group_ids, "tolist") else list(group_ids)
-    flat = [x for n, scores in zip(counts, turn_scores, strict=True) for x in scores[:n]]
-    if len(flat) != sum(counts):
-        raise ValueError(f"turn_scores has {len(flat)} scores for {sum(counts)} turns")
-    if not flat:
-        return torch.zeros_like(turn_index, dtype=torch.float32)
-    normal = group_normalize(flat, [g for g, n in zip(ids, counts, strict=True) for _ in range(n)], None,
-                             divide_by_std, eps).to(turn_index.device)
-    first = torch.tensor([sum(counts[:b]) for b in range(len(counts))], device=turn_index.device)[:, None]
-    at = torch.where(turn_index >= 0, first + turn_index, 0)
-    return torch.where(turn_index >= 0, normal[at], 0.0)
+    if any(len(scores) < n for n, scores in zip(counts, turn_scores, strict=True)):
+        raise ValueError(f"turn_scores has {[len(s) for s in turn_scores]} scores for {counts} turns")
+    here = [n > 0 for n in counts]
+    out = torch.zeros_like(turn_index, dtype=torch.float32)
+    for k in range(max(counts, default=0)):
+        scores = [s[k] if k < n else 0.0 for s, n in zip(turn_scores, counts, strict=True)]
+        normal = group_normalize(scores, group_ids, here, divide_by_std, eps).to(out.device)
+        out = torch.where(turn_index == k, normal[:, None], out)
+    return out
 
 
 def grpo_advantages(policy_mask: Tensor, group_ids: Groups, total_reward: Values, divide_by_std: bool = True,

@@ -8,7 +8,7 @@ folded memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -150,22 +150,23 @@ def mt_grpo_advantages(labels: Tensor, group_ids: Groups, outcome_reward: Values
 
 def gdpo_sum(group_ids: Groups, rewards: Sequence[Values], weights: Sequence[float] | None = None,
              eps: float = 1e-4) -> Tensor:
-    """GDPO: each reward [B] normalised in its group, then their weighted sum, float32 [B]; `whitened` comes next."""
+    """GDPO: each reward [B] normalised in its group, then their weighted sum, float32 [B]."""
     weights = [1.0] * len(rewards) if weights is None else weights
     return sum(w * whole(r, group_ids, eps=eps) for w, r in zip(weights, rewards, strict=True))
 
 
-def whitened(x: Tensor, mean: float, std: float, eps: float = 1e-4) -> Tensor:
-    """GDPO's last step, with mean and (unbiased) std of the whole batch, over all ranks."""
-    return (x - mean) / (std + eps)
-
-
 def gdpo_advantages(policy_mask: Tensor, group_ids: Groups, rewards: Sequence[Values],
-                    weights: Sequence[float] | None = None, eps: float = 1e-4) -> Advantages:
-    """GDPO on a batch that is all here: one value on all policy tokens of a rollout, whitened over the rollouts."""
+                    weights: Sequence[float] | None = None, eps: float = 1e-4,
+                    spread: Callable[[Tensor], tuple[float, float]] | None = None) -> Advantages:
+    """GDPO: `gdpo_sum` whitened over the batch, one value on all policy tokens of a rollout.
+
+    spread: mean and unbiased standard deviation of the sums [B], over all ranks; None: the batch is all here.
+    """
     x = gdpo_sum(group_ids, rewards, weights, eps)
-    a = whitened(x, float(x.mean()), float(x.std()), eps) if len(x) > 1 else torch.zeros_like(x)
-    return Advantages(torch.where(binary_mask(policy_mask), a[:, None].to(policy_mask.device), 0.0), a, a)
+    mean, std = spread(x) if spread else (float(x.mean()), float(x.std()) if len(x) > 1 else 0.0)
+    mask = binary_mask(policy_mask)
+    a = ((x - mean) / (std + eps)).to(mask.device)
+    return Advantages(torch.where(mask, a[:, None], 0.0), a, a)
 
 
 def overlong_penalty(length: int, limit: int, buffer: int, factor: float = 1.0) -> float:

@@ -194,7 +194,7 @@ class RewardConfig:
         "other; a process score of 0.9.")
     checker_votes: int = d(3, "rltr: votes on whether the calls are complete.", lo=1)
     repeat_penalty: float = d(0.1, "rltr: taken off for each call that equals the one before it.", lo=0)
-    error_penalty: float = d(0.2, "rltr: taken off for each call block that is not valid.", lo=0)
+    error_penalty: float = d(0.2, "rltr: taken off for each well-formed call that the simulator refused.", lo=0)
     overlong_buffer: int | None = d(
         None, "Tokens before rollout.max_response_tokens over which rewards fall by up to 1 (DAPO); null: none.", lo=1)
     no_call_penalty: float = d(-0.5, "Total of a rollout that omits calls it needs.", hi=0)
@@ -595,6 +595,12 @@ def validate(config: Config, origin: dict[str, str] | None = None) -> Config:
              f"{_plain(default)}, as only advantage.estimator {' or '.join(who.split())} reads it, not {adv.estimator}")
     need(not adv.turn_credit or adv.routing[0] == (1.0, 0.0), "advantage.routing",
          "[[1, 0], ...], as advantage.turn_credit gives tool tokens their turn's part alone")
+    for key, value, default in (("tool", config.reward.tool, "hierr"),
+                                ("overlong_buffer", config.reward.overlong_buffer, None)):
+        need(not adv.turn_credit or value == default, f"reward.{key}",
+             f"{default or 'null'}, as advantage.turn_credit scores the turns by HierR")
+    need((config.reward.overlong_buffer or 0) <= config.rollout.max_response_tokens, "reward.overlong_buffer",
+         f"at most rollout.max_response_tokens = {config.rollout.max_response_tokens}")
     need(not rl.dynamic_sampling or adv.estimator != "gdpo", "rl.dynamic_sampling",
          "false, as advantage.estimator gdpo shifts the groups without a signal too")
     reward, plain = config.reward, RewardConfig()

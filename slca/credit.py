@@ -15,8 +15,9 @@ from torch import Tensor
 from slca import ranks
 from slca.advantages import Advantages, group_normalize, grpo_advantages, slca_advantages, turn_advantages
 from slca.baselines import (
+    RLTR_INVALID,
     correct_calls,
-    gdpo_sum,
+    gdpo_advantages,
     mt_grpo_advantages,
     outcome_by_rule,
     overlong_penalty,
@@ -24,7 +25,6 @@ from slca.baselines import (
     rltr_advantages,
     toolpo_advantages,
     trajectory_text,
-    whitened,
 )
 from slca.config import Config
 from slca.judge import checker_votes, solved
@@ -36,57 +36,69 @@ from slca.segments import TOOL
 
 def estimate(episodes: Sequence[Episode], batch: Batch, cfg: Config, judge=None) -> Advantages:
     """Per-token advantages of a step. judge: of the rollouts; asked again only for a verdict or for votes."""
-    a, labels = cfg.advantage, batch.labels
+    a, labels, mix = cfg.advantage, batch.labels, cfg.reward.mix
     scores, groups = [e.rewards for e in episodes], [e.group for e in episodes]
-    tool, summary, total = ([getattr(s, k) for s in scores] for k in ("process", "summary", "total"))
-    omission = [float(s.omission) for s in scores]
-    if cfg.reward.tool == "executed" or a.estimator == "toolpo":
-        outcome = outcomes(episodes, cfg, judge)
-    if cfg.reward.tool == "executed":
-        total = [t if s.omission else t + cfg.reward.mix.process * (o - s.process)
-                 for t, o, s in zip(total, outcome, scores, strict=True)]
-        tool = outcome
-    if cfg.reward.overlong_buffer:
-        cut = [overlong_penalty(e.response_length, cfg.rollout.max_response_tokens, cfg.reward.overlong_buffer)
-               for e in episodes]
-        tool, summary, total = ([x + c for x, c in zip(xs, cut, strict=True)] for xs in (tool, summary, total))
+    tool, summary, total, omission = rewards(episodes, cfg, judge)
     if a.estimator == "grpo":
-        extra = (a.reward_ratio - 1) * cfg.reward.mix.process  # an omission keeps its penalty as it is
-        totals = [t if s.omission else t + extra * x for t, x, s in zip(total, tool, scores, strict=True)]
-        return grpo_advantages(batch.policy_mask, groups, totals, a.divide_by_std, a.eps)
+        return grpo_advantages(batch.policy_mask, groups, unified(tool, total, omission, cfg), a.divide_by_std, a.eps)
     if a.estimator == "toolpo":
         ratio = [correct_calls(*_calls(e)) / s.n_gold if s.n_gold else 1.0
                  for e, s in zip(episodes, scores, strict=True)]
-        return toolpo_advantages(labels, groups, outcome, ratio, a.lambda_tool, a.divide_by_std, a.eps)
+        return toolpo_advantages(labels, groups, outcomes(episodes, cfg, judge), ratio, a.lambda_tool,
+                                 a.divide_by_std, a.eps)
     if a.estimator == "rltr":
         planner = [planner_reward(s, v, e.call_errors, cfg.reward.repeat_penalty, cfg.reward.error_penalty)
                    for e, s, v in zip(episodes, scores, votes(episodes, cfg, judge), strict=True)]
         return rltr_advantages(labels, groups, planner, a.divide_by_std, a.eps)
+    # an omission's total takes the place of its summary score, as in SLCA
+    reply = [t if o else s for t, o, s in zip(total, omission, summary, strict=True)]
     if a.estimator == "mt_grpo":
-        return mt_grpo_advantages(labels, groups, [o if p else s for o, p, s in zip(total, omission, summary,
-                                                                                   strict=True)], tool)
+        return mt_grpo_advantages(labels, groups, reply, tool)
     if a.estimator == "gdpo":
-        # an omission's total takes the place of its summary score, as in SLCA
-        parts = tool, [t if o else s for t, o, s in zip(total, omission, summary, strict=True)]
-        x = gdpo_sum(groups, parts, (cfg.reward.mix.process, cfg.reward.mix.summary))
-        x = whitened(x, *over_the_batch(x)).to(labels.device)
-        return Advantages(torch.where(batch.policy_mask == 1, x[:, None], 0.0), x, x)
+        return gdpo_advantages(batch.policy_mask, groups, (tool, reply), (mix.process, mix.summary),
+                               spread=over_the_batch)
     routing = a.routing
     if a.summary_credit == "omissions":  # Table 16: statistics of the whole group, then only omissions keep theirs
         (tt, ts), (st, ss) = routing
         routing = (tt, ts), (st, ss * torch.tensor(omission))
-    found = slca_advantages(labels, groups, tool, summary, total, omission, a.lambda_tool, a.lambda_summary, routing,
-                            a.divide_by_std, a.eps)
+    # the guard against penalised rollouts looks at HierR's total: a long response is no omission
+    found = slca_advantages(labels, groups, tool, summary, [s.total for s in scores], omission, a.lambda_tool,
+                            a.lambda_summary, routing, a.divide_by_std, a.eps)
     if a.turn_credit:
         index = turn_index(labels)
         by_turn = a.lambda_tool * turn_advantages(index, [turn_scores(e, cfg) for e in episodes], groups,
                                                   a.divide_by_std, a.eps)
-        found = found._replace(tokens=torch.where(index >= 0, by_turn, found.tokens))
+        found = found._replace(tokens=torch.where(index >= 0, by_turn, found.tokens),
+                               tool=by_turn.sum(1) / (index >= 0).sum(1).clamp(min=1))
     if a.abstention_credit:
         here = torch.tensor([s.gold_empty for s in scores], device=labels.device)
         x = group_normalize(tool, groups, here.cpu(), a.divide_by_std, a.eps).to(labels.device)
-        found = found._replace(tokens=torch.where(here[:, None] & (batch.policy_mask == 1), x[:, None], found.tokens))
+        tokens = torch.where(here[:, None] & (batch.policy_mask == 1), x[:, None], found.tokens)
+        found = Advantages(tokens, *(torch.where(here, x, stream) for stream in (found.tool, found.summary)))
     return found
+
+
+def rewards(episodes: Sequence[Episode], cfg: Config, judge=None) -> tuple[list[float], ...]:
+    """(tool, summary, total, omission) of each rollout, as training has them: HierR's, or with `reward.tool: executed`
+    a verdict for the calls, and DAPO's penalty for length taken off the first three."""
+    scores = [e.rewards for e in episodes]
+    tool, summary, total = ([getattr(s, k) for s in scores] for k in ("process", "summary", "total"))
+    omission = [float(s.omission) for s in scores]
+    if cfg.reward.tool == "executed":
+        process, tool = tool, outcomes(episodes, cfg, judge)
+        total = [t if o else t + cfg.reward.mix.process * (new - old)
+                 for t, o, new, old in zip(total, omission, tool, process, strict=True)]
+    if cfg.reward.overlong_buffer:
+        cut = [overlong_penalty(e.response_length, cfg.rollout.max_response_tokens, cfg.reward.overlong_buffer)
+               for e in episodes]
+        tool, summary, total = ([x + c for x, c in zip(xs, cut, strict=True)] for xs in (tool, summary, total))
+    return tool, summary, total, omission
+
+
+def unified(tool: Sequence[float], total: Sequence[float], omission: Sequence[float], cfg: Config) -> list[float]:
+    """GRPO's one reward: ratio * process + summary (Table 20); an omission keeps its penalty as it is."""
+    extra = (cfg.advantage.reward_ratio - 1) * cfg.reward.mix.process
+    return [t if o else t + extra * x for t, x, o in zip(total, tool, omission, strict=True)]
 
 
 def _calls(e: Episode) -> tuple[list[Call], list[Call]]:
@@ -103,8 +115,8 @@ def outcomes(episodes: Sequence[Episode], cfg: Config, judge) -> list[float]:
 
 
 def votes(episodes: Sequence[Episode], cfg: Config, judge) -> list[list[float | None]]:
-    """RLTR's votes on whether the calls of a rollout complete its task; where nothing hangs on them, none is asked."""
-    due = [e for e in episodes if not e.rewards.omission]
+    """RLTR's votes on whether the calls of a rollout complete its task; where its format decides, none is asked."""
+    due = [e for e in episodes if planner_reward(e.rewards, []) != RLTR_INVALID]
     whole = [float(correct_calls(*_calls(e)) == e.rewards.n_gold) for e in due]
     texts = [trajectory_text("\n".join(t if role == "assistant" else f"<tool_response>\n{t}\n</tool_response>"
                                        for role, t in e.turns)) for e in due]
@@ -150,21 +162,22 @@ def over_the_batch(x: Tensor) -> tuple[float, float]:
     return mean, (spread / max(1, total["n"] - 1)) ** 0.5
 
 
-def leakage(episodes: Sequence[Episode], batch: Batch, cfg: Config) -> dict[str, tuple[float, float]]:
-    """How far one advantage for all tokens would carry the summary reward into tool tokens, whatever the estimator.
+def leakage(episodes: Sequence[Episode], batch: Batch, cfg: Config, judge=None) -> dict[str, tuple[float, float]]:
+    """How far one advantage for all tokens (GRPO's) would carry the summary reward into tool tokens.
 
     leak_flips: share of tool tokens (with a tool signal) whose unified advantage has the other sign than the tool
-    stream's; leak_share: |sigma_S S| / (|sigma_T T| + |sigma_S S|), the summary's part of it (method: U = (sigma_T T +
-    sigma_S S) / sigma_U), mean over tool tokens. (sum, count) each.
+    stream's; leak_share: |w_S sigma_S S| / (|w_T sigma_T T| + |w_S sigma_S S|), the summary's part of it (method: U =
+    (sigma_T T + sigma_S S) / sigma_U; w: reward.mix and the ratio), mean over tool tokens. (sum, count) each.
     """
-    a, scores, groups = cfg.advantage, [e.rewards for e in episodes], [e.group for e in episodes]
-    parts = [[getattr(s, k) for s in scores] for k in ("process", "summary", "total")]
-    omission = [float(s.omission) for s in scores]
-    streams = slca_advantages(batch.labels, groups, *parts, omission, divide_by_std=False, eps=a.eps)
-    unified = grpo_advantages(batch.policy_mask, groups, parts[2], False, a.eps).tool
-    t, s, u = (x.cpu().double() for x in (streams.tool, streams.summary, unified))
+    groups, mix = [e.group for e in episodes], cfg.reward.mix
+    tool, summary, total, omission = rewards(episodes, cfg, judge)
+    streams = slca_advantages(batch.labels, groups, tool, summary, [e.rewards.total for e in episodes], omission,
+                              divide_by_std=False)
+    u = grpo_advantages(batch.policy_mask, groups, unified(tool, total, omission, cfg), False).tool.cpu().double()
+    t, s = streams.tool.cpu().double(), streams.summary.cpu().double()
     tokens = (batch.labels == TOOL).sum(1).cpu().double()
-    signal, either = tokens * (t != 0), tokens * ((t != 0) | (s != 0))
-    share = s.abs() / (t.abs() + s.abs()).clamp(min=1e-12)
+    of_tool, of_summary = cfg.advantage.reward_ratio * mix.process * t.abs(), mix.summary * s.abs()
+    signal, either = tokens * (t != 0), tokens * (of_tool + of_summary > 0)
+    share = of_summary / (of_tool + of_summary).clamp(min=1e-12)
     return {"leak_flips": (float((signal * (t * u < 0)).sum()), float(signal.sum())),
             "leak_share": (float((either * share).sum()), float(either.sum()))}

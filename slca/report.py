@@ -56,8 +56,8 @@ GLOSSARY = {
     "advantage_summary": "Mean absolute advantage of summary tokens; falls as replies settle.",
     "dead_tool": "Share of groups without any tool signal (equal scores); near 1 means nothing left to learn.",
     "dead_summary": "Share of groups without any summary signal (equal scores); near 1 means nothing left to learn.",
-    "leak_flips": "Share of tool tokens whose advantage would change its sign if both rewards were one (GRPO); 0 where "
-                  "the summary reward carries nothing into the calls.",
+    "leak_flips": "Share of tool tokens on which one advantage for all (GRPO's) has the other sign than the tool "
+                  "stream; 0 where the summary reward carries nothing into the calls.",
     "leak_share": "Summary's part of the advantage that tool tokens would get so, by size; 0 to 1.",
     "grad_norm_tool": "Norm of the gradient of tool tokens alone, each log.stream_gradients steps.",
     "grad_norm_summary": "Norm of the gradient of summary tokens alone, likewise.",

@@ -1,6 +1,7 @@
 """From scored rollouts to advantages: what each estimator and option makes of the same step, by hand and in limits."""
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import test_rollout
@@ -154,6 +155,12 @@ def test_overlong_rollouts_lose(step):
     found = estimate(episodes, batch, cfg)
     assert episodes[1].response_length > episodes[0].response_length
     assert plain.tool[0] - plain.tool[1] < found.tool[0] - found.tool[1]
+    low = [Episode(TASK, 0, i, [0] * (2 + n), 2, [1, 0, 1], [0.0] * 3, rewards=HierR(process=.1, summary=.1, total=.2))
+           for i, n in enumerate((350, 450, 250, 100))]  # totals below 0 by their length alone are no omissions
+    rows = torch.tensor([[1, 0, 2]] * 4)
+    short = Batch(rows, rows, torch.tensor([[1, 0, 1]] * 4), None, [3] * 4, [0] * 4, [0] * 4)
+    order = estimate(low, short, settings("reward.overlong_buffer=600")).tool.argsort().tolist()
+    assert order == [1, 0, 2, 3]
     assert torch.equal(estimate(episodes, batch, settings("reward.overlong_buffer=1")).tokens, plain.tokens)
 
 
@@ -178,11 +185,15 @@ def test_turn_advantages_by_hand():
     index = turn_index(labels)
     assert index.tolist() == [[0, 0, -1, 1, -1, -1], [0, -1, -1, -1, -1, -1], [-1] * 6]
     got = turn_advantages(index, [[.6, .1, .3], [.8, .2], [.9]], ["a", "a", "a"])
-    a, b, c = .277350, -1.109400, .832050  # of .6, .1, .8 by their mean .5 and std .360555
-    close(got, [[a, a, 0, b, 0, 0], [c, 0, 0, 0, 0, 0], [0] * 6])
+    x = .707102  # first turns: .6 and .8; second: .1, and 0 of the one that had ended; the third rollout has no turn
+    close(got, [[-x, -x, 0, .707097, 0, 0], [x, 0, 0, 0, 0, 0], [0] * 6])
     assert float(turn_advantages(index, [[.6, .1], [.8], []], ["a", "b", "b"])[1].abs().max()) == 0  # alone
-    with pytest.raises(ValueError, match="2 scores for 3 turns"):
+    with pytest.raises(ValueError, match="scores for"):
         turn_advantages(index, [[.6], [.8], []], ["a"] * 3)
+    two = torch.tensor([[1, 0, 1, 0, 2]] * 4)  # equal rollouts have nothing to learn, however their parts differ
+    assert not turn_advantages(turn_index(two), [[.742, .258]] * 4, ["a"] * 4).any()
+    got = turn_advantages(turn_index(two), [[.742, .258]] * 2 + [[.742, 0.0]] * 2, ["a"] * 4)
+    assert got[:, 0].tolist() == [0] * 4 and (got[:, 2] > 0).tolist() == [True, True, False, False]
 
 
 def test_turn_credit_leaves_the_summary_stream(step):
@@ -222,6 +233,12 @@ def test_leakage_on_w3():
     t, s = torch.tensor([.65, 1, 1, 1]), torch.tensor([1, .25, .5, .25])
     t, s = (t - t.mean()).abs(), (s - s.mean()).abs()
     assert found["leak_share"] == pytest.approx((float((s / (t + s)).sum()), 4.0), abs=1e-6)
+    batch = Batch.of(episodes, torch.device("cpu"))
+    five = leakage(episodes, batch, load_config([], ["advantage.estimator=grpo", "advantage.reward_ratio=5"]))
+    assert five["leak_flips"] == (0.0, 4.0)  # W6: from a ratio of 1.9 on the first rollout keeps its sign
+    assert five["leak_share"] == pytest.approx((float((s / (5 * t + s)).sum()), 4.0), abs=1e-6)
+    heavy = [replace(e, rewards=replace(e.rewards, total=5 * e.rewards.process + e.rewards.summary)) for e in episodes]
+    assert leakage(heavy, batch, load_config([], ["reward.mix.process=5"])) == five
 
 
 def test_stream_gradients_are_those_of_the_loss(step, tok, policy):
@@ -260,6 +277,9 @@ def test_settings_that_an_estimator_does_not_read(wrong, words):
 @pytest.mark.parametrize("wrong, words", [
     (["advantage.turn_credit=true", "advantage.routing=[[1, 1], [0, 1]]"], "advantage.routing"),
     (["advantage.estimator=gdpo", "rl.dynamic_sampling=true"], "rl.dynamic_sampling"),
+    (["advantage.turn_credit=true", "reward.tool=executed"], "reward.tool"),
+    (["advantage.turn_credit=true", "reward.overlong_buffer=9"], "reward.overlong_buffer"),
+    (["reward.overlong_buffer=321"], "at most rollout.max_response_tokens = 320"),
     (["advantage.estimator=gdpo", "advantage.eps=0.1"], "advantage.eps"),
     (["loss.surrogate=cispo", "loss.dual_clip=2"], "loss.dual_clip")])
 def test_settings_that_do_not_go_together(wrong, words):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_rollout
@@ -15,6 +16,7 @@ from test_rollout import CALL, REPLY, ids_of, settings
 from slca.advantages import Advantages
 from slca.data.source import RL_TASKS, TaskSource
 from slca.data.vocabulary import world_tokenizer
+from slca.evaluation import toucan
 from slca.evaluation.toucan import write_replies
 from slca.model import ModelConfig
 from slca.sft import PLANNED, demonstration_row, planner_task
@@ -57,6 +59,12 @@ def test_a_frozen_summariser_writes_the_replies(play, tok, tmp_path, monkeypatch
     monkeypatch.undo()
     write_replies(again, str(tmp_path), tok, 12)
     assert again[0].turns[-1][1] == replies[0]  # it reads what stood before the planner's end, not the end
+    calling = play([ids_of(CALL, tok) + ids_of(PLANNED, tok)], simulator=Simulator(lambda *_: "41"))
+    monkeypatch.undo()
+    spoken = SimpleNamespace(ids=tok.encode(f"It is 41. {CALL}") + [tok.control["<|im_end|>"]])
+    monkeypatch.setattr(toucan, "generate", lambda *_, **__: [spoken])
+    write_replies(calling, str(tmp_path), tok, 12)
+    assert calling[0].turns[-1] == ("assistant", "It is 41. ")  # a call of its own counts for nothing
     with pytest.raises(ValueError, match="they must be the same"):
         write_replies(again, str(tmp_path), world_tokenizer(600, 60), 12)
 

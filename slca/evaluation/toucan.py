@@ -20,7 +20,7 @@ from slca.llm import frozen_policy
 from slca.model import Policy
 from slca.responders import make_simulator
 from slca.rewards import gold_steps
-from slca.rollout import Episode, rollout
+from slca.rollout import CALL_OPEN, Episode, rollout
 from slca.sampler import generate
 from slca.segments import runs
 from slca.simulator import Simulator
@@ -51,7 +51,8 @@ def write_replies(episodes: Sequence[Episode], folder: str, tokenizer, max_new_t
                   max_rows: int = 128) -> None:
     """Replies of answered episodes, written anew (greedy) by the policy in the folder: it reads what stood before them.
 
-    ids and labels stay those of the policy that planned. ValueError: another vocabulary.
+    It only replies: what it writes from a call on is left out. ids and labels stay those of the policy that planned.
+    ValueError: another vocabulary.
     """
     summariser, other = frozen_policy(str(Path(folder).resolve()))
     if other.size != tokenizer.size:
@@ -63,7 +64,7 @@ def write_replies(episodes: Sequence[Episode], folder: str, tokenizer, max_new_t
                      max_new_tokens, 0.0, tokenizer.stop_ids, tokenizer=tokenizer, max_rows=max_rows)
     for e, reply in zip(answered, found, strict=True):
         ids = reply.ids[:-1] if reply.ids[-1] in tokenizer.stop_ids else reply.ids
-        e.turns[-1] = ("assistant", tokenizer.decode(ids))
+        e.turns[-1] = ("assistant", tokenizer.decode(ids).split(CALL_OPEN)[0])
 
 
 def evaluate(policy: Policy, tokenizer, tasks: Sequence[Task], cfg: Config, temperature: float = 0.0,
