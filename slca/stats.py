@@ -96,7 +96,7 @@ def run_record(folder: Path, stage: str, columns: Sequence[str] = (), levels: Se
     kept = {n for n in names if n in columns or n.startswith(DIAGNOSTICS)}
 
     def numbers(name: str) -> list[float]:
-        return [r[name] for r in rows if isinstance(r.get(name), (int, float))]
+        return [r[name] for r in rows if isinstance(r.get(name), (int, float)) and math.isfinite(r[name])]
 
     std_of, mean_of = mean_std(numbers("grad_norm"))[::-1]
     return found | {

@@ -24,10 +24,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from slca.config import load_config
+from slca.config import Config, load_config
 from slca.report import GLOSSARY
 from slca.stats import build_tables, csv_text, markdown, run_record
 from slca.study_plan import (
@@ -35,6 +35,7 @@ from slca.study_plan import (
     Job,
     Plan,
     StudyError,
+    evaluation,
     evaluation_file,
     jobs,
     plan,
@@ -55,8 +56,8 @@ def say(text: str) -> None:
     print(text, flush=True)  # a study's output is often sent to a file
 
 
-def run_process(command: Sequence[str], log: Path) -> int:
-    """Run a command with its output added to the log -> its exit status.
+def run_process(command: Sequence[str], log: Path, done: Callable[[], bool] = lambda: False) -> int:
+    """Run a command with its output added to the log -> its exit status; 0 where it is done by then.
 
     SIGINT and SIGTERM go to the process, which saves a checkpoint; once it has ended, Stopped is raised. The log stays
     locked as long as the process lives, so one that another study left behind, killed alone, is waited for.
@@ -75,6 +76,8 @@ def run_process(command: Sequence[str], log: Path) -> int:
         except BlockingIOError:
             say(f"    waits for a process of another study, which still writes to {log}")
             fcntl.flock(file, fcntl.LOCK_EX)
+            if done():
+                return 0
         file.write(f"$ {shlex.join(command)}\n")
         file.flush()
         before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -108,11 +111,11 @@ def run_all(todo: Sequence[Job]) -> list[str]:
             say(f"{head}: not run, as what it goes on from failed")
             why = "not run"
         else:
-            job.folder.mkdir(parents=True, exist_ok=True)
             start = time.time()
             say(f"{head}: {'goes on' if job.log.exists() else 'begins'}, output in {job.log}")
             try:
-                code = run_process(job.command, job.log)
+                job.folder.mkdir(parents=True, exist_ok=True)
+                code = run_process(job.command, job.log, job.done)
                 why = "" if job.done() else f"exit status {code}"
             except OSError as error:
                 why = str(error)
@@ -149,16 +152,16 @@ def tail(log: Path, lines: int = 15) -> str:
 
 # --- results ---------------------------------------------------------------------------------------------------------
 
-def collect(study: dict, planned: Plan, columns: Sequence[str],
-            levels: Sequence[float]) -> dict[str, dict[int, dict]]:
-    """Condition -> seed -> what its finished run left; with what `evaluate` measured on it."""
+def collect(study: dict, planned: Plan, columns: Sequence[str], levels: Sequence[float],
+            base: Config) -> dict[str, dict[int, dict]]:
+    """Condition -> seed -> what its finished run left; with what `evaluate` measured on it as it is asked now."""
     found: dict[str, dict[int, dict]] = {}
     for name, by_seed in planned.items():
         for seed, runs in by_seed.items():
             if not runs[-1].finished():
                 continue
             record = run_record(runs[-1].folder, runs[-1].stage, columns, levels)
-            if study["evaluate"]:
+            if study["evaluate"] and evaluation(study["evaluate"], runs[-1], base, [], []).done():
                 measured = read_json(evaluation_file(runs[-1], study["evaluate"]))
                 record["evaluate"] = ({"toucan": measured["metrics"]} if measured.get("metrics") else
                                       {k: e["metrics"] for k, e in measured.get("conditions", {}).items()})
@@ -203,11 +206,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     every = sorted(seeds_there(root, list(study["conditions"])) | set([] if args.tables else args.seeds))
     planned = plan(study, args.study, base, root, every)
     failed, status = [], 0
+    refuse_other([run for by_seed in planned.values() for runs in by_seed.values() for run in runs])
     if not args.tables:
         chosen = {name: planned[name] for name in (args.only or planned)}
-        refuse_other([run for by_seed in planned.values() for runs in by_seed.values() for run in runs])
-        if (catalogue := (study["evaluate"] or {}).get("catalogue")) and not Path(catalogue).exists():
-            raise StudyError(f"{catalogue}: no such catalogue; name one with --catalogue FILE")
+        for key, hint in (("catalogue", "; name one with --catalogue FILE"), ("data", "")):
+            if (file := (study["evaluate"] or {}).get(key)) and not Path(file).exists():
+                raise StudyError(f"{file}: no such {key}{hint}")
         first = {name: [run.name for run in by_seed[args.seeds[0]] if run.stage == "after_sft"]
                  for name, by_seed in chosen.items()}
         for sft in dict.fromkeys(n for names in first.values() for n in names):
@@ -217,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (Stopped, KeyboardInterrupt) as stopped:
             say(f"stopped by {stopped or 'SIGINT'}; the same command goes on")
             status = 130
-    runs = collect(study, planned, args.columns, args.levels)
+    runs = collect(study, planned, args.columns, args.levels, base)
     if args.tables and not runs:
         raise StudyError(f"{root}: no finished run of {args.study} there")
     if runs:

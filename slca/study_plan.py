@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,12 @@ from slca.evaluation.distractors import conditions as distractor_conditions
 ROOT = Path(__file__).parents[1]
 SFT_READS = ("model.", "lora.", "optim.", "sft.", "chat.", "data.", "precision", "reward.parallel_rule")
 FREE = tuple(k for k in checkpoint.FREE if not k.startswith(("eval", "rl")))  # change no number of a finished run
+FILES = ("study.json", "tables.md", "tables.csv")  # what a study writes beside the folders of its conditions
+VALUES = {  # of `evaluate`: is the value good?, what is
+    "k": (lambda v: bool(v) and all(type(n) is int and n >= 0 for n in v), "whole numbers from 0 on"),
+    "how": (lambda v: bool(v) and set(map(str, v)) <= {"random", "hard"}, "random, hard or both"),
+    "nearest": (lambda v: v in ("tfidf", "embeddings"), "tfidf or embeddings"),
+    "temperature": (lambda v: type(v) is not bool and 0 <= v < math.inf, "a number from 0 on")}
 EVALUATE = {"suite": str, "data": str, "catalogue": str, "k": list, "how": list, "nearest": str, "temperature": float}
 
 
@@ -52,13 +59,14 @@ def read_study(path: str | Path) -> dict:
     names = study["conditions"]
     need(isinstance(names, dict) and bool(names), "conditions", names, "a mapping of names to settings")
     for name, tree in names.items():
-        need(isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name) is not None, "conditions", name,
-             "names of letters, digits, _ . and -")
+        need(isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name) is not None and name not in FILES,
+             "conditions", name, f"names of letters, digits, _ . and -, but for {', '.join(FILES)}")
         need(isinstance(tree, dict), f"conditions.{name}", tree, "a mapping of settings, {} for none")
     study["paper"] = [study["paper"]] if isinstance(study["paper"], int) else study["paper"]
     need(isinstance(study["paper"], list) and all(type(n) is int for n in study["paper"]), "paper", study["paper"],
          "a number of a table, or a list of them")
     reference = next(iter(names)) if study["reference"] is None else study["reference"]
+    need(isinstance(reference, str | dict), "reference", reference, "a condition, or a mapping of conditions")
     reference = dict.fromkeys(names, reference) if not isinstance(reference, dict) else reference
     for name, other in reference.items():
         need(name in names and other in names, "reference", study["reference"], f"of {', '.join(names)}")
@@ -70,6 +78,8 @@ def read_study(path: str | Path) -> dict:
             kind = EVALUATE.get(key)
             need(kind is not None, f"evaluate.{key}", value, f"one of the keys {', '.join(EVALUATE)}")
             need(isinstance(value, (int, float) if kind is float else kind), f"evaluate.{key}", value, kind.__name__)
+            good, expected = VALUES.get(key, (lambda _: True, ""))
+            need(good(value), f"evaluate.{key}", value, expected)
         need(extra["suite"] == "distractors" or not extra.keys() & {"catalogue", "k", "how", "nearest"}, "evaluate",
              extra, "catalogue, k, how and nearest only with suite: distractors")
         need(extra["suite"] == "toucan" or "catalogue" in extra, "evaluate", extra, "a catalogue")
@@ -88,7 +98,10 @@ def flat(tree: Mapping, path: str = "") -> dict[str, Any]:
 
 def settings(values: Mapping[str, Any]) -> list[str]:
     """Dotted key -> value as --set takes them."""
-    return [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
+    def text(value: Any) -> str:  # YAML knows no Infinity, and no pairs of surrogates
+        return ".inf" if value == math.inf else json.dumps(value, ensure_ascii=False, default=str)
+
+    return [f"{key}={text(value)}" for key, value in values.items()]
 
 
 def changed(base: Config, cfg: Config) -> dict[str, Any]:
@@ -169,6 +182,10 @@ def plan(study: dict, path: str | Path, base: Config, root: Path, seeds: Sequenc
             raise StudyError(f"{path}: conditions.{name}: expected sft.enabled or rl.enabled")
         if cfg.rl.enabled and (name == "sft" or name.startswith("sft-")):
             raise StudyError(f"{path}: conditions.{name}: expected another name, as runs with RL do not go by sft")
+        unread = [k for k in changed(base, cfg) if not cfg.rl.enabled and not k.startswith((*SFT_READS, "rl."))]
+        if unread:
+            raise StudyError(f"{path}: conditions.{name}: {unread[0]}: expected none without RL, as the result is that "
+                             "of the supervised run")
         if not base.sft.enabled and "{sft}" in flat(to_dict(cfg)).values():
             raise StudyError(f"{path}: conditions.{name}: {{sft}}: expected a base with sft.enabled")
         known = hashlib.sha256(json.dumps(differs, sort_keys=True).encode()).hexdigest()[:8]

@@ -7,7 +7,9 @@ processes' signals and lock, and one study with the real train.py, cut very shor
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -35,7 +37,7 @@ from slca.stats import (
     t_quantile,
     t_share,
 )
-from slca.study_plan import StudyError, changed, jobs, plan, read_study
+from slca.study_plan import StudyError, changed, jobs, plan, read_study, settings
 
 ROOT = Path(__file__).parents[1]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
@@ -218,6 +220,13 @@ def test_there_is_a_study_for_every_comparison():
     (TWO + "evaluate: {suite: toucan, k: [20]}\n", ["evaluate", "distractors"]),
     (TWO + "evaluate: {suite: distractors, catalogue: a, k: 20}\n", ["evaluate.k", "20", "list"]),
     (TWO + "evaluate: {suite: toucan, seed: 1}\n", ["evaluate.seed", "one of the keys"]),
+    (TWO + "evaluate: {suite: distractors, catalogue: a, k: [x, -3]}\n", ["evaluate.k", "whole numbers from 0"]),
+    (TWO + "evaluate: {suite: distractors, catalogue: a, how: [foo]}\n", ["evaluate.how", "random, hard"]),
+    (TWO + "evaluate: {suite: toucan, temperature: -1}\n", ["evaluate.temperature", "from 0 on"]),
+    (TWO + "evaluate: {suite: toucan, temperature: true}\n", ["evaluate.temperature", "from 0 on"]),
+    (TWO + "reference: [slca]\n", ["reference", "a mapping of conditions"]),
+    ("title: A\nconditions: {tables.md: {}}\n", ["conditions", "but for study.json"]),
+    ("title: A\nconditions: {a: {rl: {enabled: false}, simulator: {seed: 3}}}\n", ["simulator.seed", "without RL"]),
 ])
 def test_what_is_wrong_in_a_file_is_named_before_anything_runs(tmp_path, monkeypatch, text, parts):
     monkeypatch.setattr(study, "run_process", lambda *a: pytest.fail("something ran"))
@@ -266,7 +275,7 @@ class Stub:
         self.ran, self.fail, self.cut, self.stop = [], set(), set(), set()
         monkeypatch.setattr(study, "run_process", self)
 
-    def __call__(self, command, log):
+    def __call__(self, command, log, done):
         def after(flag):
             values = command[command.index(flag) + 1:] if flag in command else []
             return values[:next((i for i, v in enumerate(values) if v.startswith("--")), len(values))]
@@ -455,6 +464,31 @@ def test_a_run_that_a_killed_study_left_behind_is_waited_for(tmp_path, capsys):
     assert study.run_process([sys.executable, "-c", "print('after')"], log) == 0
     assert "waits for a process" in capsys.readouterr().out
     assert [x for x in log.read_text().splitlines() if not x.startswith("$ ")] == ["1", "2", "after"]
+
+
+def test_what_was_waited_for_may_have_done_it(tmp_path):
+    log = tmp_path / "log.txt"
+    with log.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Timer(0.3, lambda: fcntl.flock(held, fcntl.LOCK_UN)).start()
+        assert study.run_process([sys.executable, "-c", "print('again')"], log, lambda: True) == 0
+    assert log.read_text() == ""
+
+
+def test_settings_reach_yaml_as_they_are():
+    values = {"model.path": "r😀/é \"x\"", "loss.clip_low": 0.1}
+    base = load_config([], settings(values | {"data.sft": None}))
+    assert base.model.path == values["model.path"] and base.loss.clip_low == 0.1
+    assert settings({"loss.dual_clip": math.inf}) == ["loss.dual_clip=.inf"]
+
+
+def test_tables_alone_refuse_runs_of_another_configuration(tmp_path):
+    path = study_file(tmp_path)
+    folder = tmp_path / "out" / "slca" / "seed0"
+    folder.mkdir(parents=True)
+    save_config(load_config([], ["rl.steps=7"]), folder / "config.yaml")
+    with pytest.raises(StudyError, match="rl.steps: 7 there, 100 here"):
+        study.main([str(path), "--out", str(tmp_path / "out"), "--tables"])
 
 
 def test_a_study_with_the_real_train(tmp_path):
