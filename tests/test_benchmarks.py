@@ -60,6 +60,11 @@ def test_learner_alone():
     assert own == pytest.approx(dense, rel=1e-4)  # the same update
 
 
+def test_convert():
+    done = run(str(FOLDER / "convert.py"), "--rows", "20", "--repeats", "1")
+    assert done.returncode == 0 and done.stdout.startswith("20 rows, "), done.stderr
+
+
 @pytest.mark.parametrize("name", ["rollout", "multiturn", "step"])
 def test_a_missing_peer_is_named(name):
     hide = f"import runpy, sys; sys.argv = ['{name}.py', '--quick']; sys.path.insert(0, {str(FOLDER)!r}); " \
