@@ -46,8 +46,8 @@ def main() -> None:
 
         times = [(seconds(convert), seconds(lambda: plain(source, target))) for _ in range(args.repeats)]
         ours, theirs = (min(t[i] for t in times) for i in (0, 1))
-        print(f"{args.rows} rows, {source.stat().st_size / 1e6:.0f} MB: convert {ours:.2f} s, JSON alone {theirs:.2f} s, "
-              f"{ours / theirs:.1f} times as long")
+        print(f"{args.rows} rows, {source.stat().st_size / 1e6:.0f} MB: convert {ours:.2f} s, "
+              f"JSON alone {theirs:.2f} s, {ours / theirs:.1f} times as long")
 
 
 if __name__ == "__main__":
