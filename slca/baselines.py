@@ -8,6 +8,7 @@ folded memory.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -172,6 +173,30 @@ def gdpo_advantages(policy_mask: Tensor, group_ids: Groups, rewards: Sequence[Va
 def overlong_penalty(length: int, limit: int, buffer: int, factor: float = 1.0) -> float:
     """DAPO's soft punishment: 0 up to limit - buffer tokens, then falling in a line to -factor at the limit."""
     return min(0.0, -(length - (limit - buffer)) / buffer * factor)
+
+
+def toolrl_reward(predicted: Sequence[Call] | None, gold: Sequence[Call]) -> float:
+    """ToolRL's correctness (arXiv 2504.13958), -3 to 3: the ancestor of HierR's name, key and value scores.
+
+    6 (r_name + sum) / (1 + sum over gold of 1 + its arguments) - 3; r_name is the Jaccard index of the name multisets;
+    each gold call adds its best unused call of that name: Jaccard of the keys, and how many values are exactly equal.
+    predicted None: the calls could not be parsed, -3.
+    """
+    if predicted is None:
+        return -3.0
+    ours, theirs = Counter(c.name for c in predicted), Counter(c.name for c in gold)
+    found = (ours & theirs).total() / max(1, (ours | theirs).total()) if ours or theirs else 1.0
+    unused = list(predicted)
+    for name, wanted in gold:
+        def gain(i: int, wanted: dict = wanted) -> float:
+            given = unused[i].arguments
+            keys = len(given.keys() & wanted.keys()) / len(given.keys() | wanted.keys()) if given or wanted else 1.0
+            return keys + sum(k in given and given[k] == v for k, v in wanted.items())
+        best = max((i for i, c in enumerate(unused) if c.name == name), key=gain, default=None)
+        if best is not None:
+            found += gain(best)
+            del unused[best]
+    return 6 * found / (1 + sum(1 + len(c.arguments) for c in gold)) - 3
 
 
 def sharpo_advantages(advantages: Tensor, segments: Tensor, teacher_gap: Tensor, alpha: float = 0.5,

@@ -226,8 +226,9 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    surrogate: Literal["token", "gspo", "cispo"] = d(
-        "token", "token: PPO's clipped ratio of a token; gspo: of a sequence; cispo: the ratio only weighs.")
+    surrogate: Literal["token", "gspo", "cispo", "sapo"] = d(
+        "token", "token: PPO's clipped ratio of a token; gspo: of a sequence; cispo: the ratio only weighs; sapo: a "
+        "soft gate.")
     importance_cap: float | None = d(
         None, "Losses are weighed by the ratio of the learner's old to the sampler's probabilities, at most this much "
         "(truncated importance sampling); null: not.", above=0)
@@ -613,8 +614,10 @@ def validate(config: Config, origin: dict[str, str] | None = None) -> Config:
              f"{getattr(plain, name)}, as only advantage.estimator rltr reads it")
     need(reward.overlong_buffer is None or adv.estimator not in ("toolpo", "rltr"), "reward.overlong_buffer",
          f"null, as advantage.estimator {adv.estimator} does not read it")
-    need(loss.surrogate != "cispo" or loss.dual_clip == LossConfig().dual_clip, "loss.dual_clip",
-         f"{LossConfig().dual_clip}, as loss.surrogate cispo does not read it")
+    for name, who in (("dual_clip", ("cispo", "sapo")), ("clip_low", ("sapo",)), ("clip_high", ("sapo",))):
+        default = getattr(LossConfig(), name)
+        need(loss.surrogate not in who or getattr(loss, name) == default, f"loss.{name}",
+             f"{default}, as loss.surrogate {loss.surrogate} does not read it")
     need(loss.norm_length is None or loss.aggregation == "seq_sum_over_constant", "loss.norm_length",
          "null, as only loss.aggregation seq_sum_over_constant reads it")
     need(loss.segment_weights == (1.0, 1.0) or loss.aggregation == "segment_mean", "loss.segment_weights",

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from slca import ranks
 from slca.config import Config, override
 from slca.lora import adapters_off
-from slca.loss import cispo_loss, gspo_loss, kl_loss, policy_loss, truncated_weights
+from slca.loss import cispo_loss, gspo_loss, kl_loss, policy_loss, sapo_loss, truncated_weights
 from slca.model import Packed, Policy, RowBlock, bf16_runs, linear
 from slca.optim import optimizer_step
 from slca.phases import phases
@@ -355,7 +355,8 @@ def accumulate(policy: Policy, reference: Policy | None, batch: Batch, rows: Seq
     change nothing. Rows without any advantage stay in the denominators, but are not run where no KL term needs them.
     """
     loss_cfg = cfg.loss
-    surrogate = {"token": policy_loss, "gspo": gspo_loss, "cispo": cispo_loss}[loss_cfg.surrogate]
+    surrogate = {"token": policy_loss, "gspo": gspo_loss, "cispo": cispo_loss,
+                 "sapo": sapo_loss}[loss_cfg.surrogate]
     mask, labels = batch.policy_mask[rows], batch.labels[rows]
     whole = ranks.all_sum({"tokens": int(mask.sum()), "rows": int(mask.any(1).sum()),
                            "tool": int((labels == TOOL).sum()), "summary": int((labels == SUMMARY).sum())})

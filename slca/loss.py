@@ -159,6 +159,25 @@ def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, polic
                       ((weight != ratio) & mask).sum() / n, torch.zeros(()), -log_ratio.sum() / n)
 
 
+def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, policy_mask: Tensor, clip_low: float = 0.2,
+              clip_high: float = 0.2, dual_clip: float = 3.0, aggregation: str = "token_mean",
+              norm_length: float | None = None, importance_weights: Tensor | None = None, **counts) -> PolicyLoss:
+    """SAPO, a soft gate in the place of the clip: l = -A (4 / tau) sigmoid(tau (ratio - 1)).
+
+    tau is 1 where A > 0, else 1.05. The arguments are those of `policy_loss`; the clips have no part in it, and their
+    fractions are 0.
+    """
+    mask, new, old, a = _inputs(log_prob, old_log_prob, advantages, policy_mask)
+    log_ratio = torch.clamp(new - old, -20.0, 20.0)
+    tau = torch.where(a > 0, 1.0, 1.05)
+    losses = -a * (4 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1))
+    if importance_weights is not None:
+        losses = losses * _kept(importance_weights.detach(), mask, "importance_weights")
+    none = torch.zeros(())
+    return PolicyLoss(aggregate(losses, mask, aggregation, norm_length, **counts), losses, none, none,
+                      -log_ratio.detach().sum() / _count(None, mask))
+
+
 def truncated_weights(old_log_prob: Tensor, sampler_log_prob: Tensor, cap: float) -> Tensor:
     """Truncated importance weights: min(exp(old - sampler's log-probability), cap) of each token, [B,T] -> [B,T].
 

@@ -1,4 +1,4 @@
-"""ToolPO, RLTR and the other baselines: the golden vectors, and the worked examples W13, W14, W22 to W24."""
+"""ToolPO, RLTR and the other baselines: the golden vectors, and the worked examples W13, W14, W22 to W25."""
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from slca.baselines import (
     rltr_advantages,
     sharpo_advantages,
     toolpo_advantages,
+    toolrl_reward,
     trajectory_text,
     vote,
 )
@@ -183,6 +184,17 @@ def test_w24_mt_grpo():
     got = mt_grpo_advantages(labels, ["g"] * 4, [1, 0, 1, 0], [1, 1, 0, 0])
     close(got.tokens[:, 0], [1.731751, 0, 0, -1.731751])
     close(got.tokens[:, 2], [.865875, -.865875, .865875, -.865875])
+
+
+def test_w25_toolrl():
+    def price(*symbols):
+        return [Call("price", {"symbol": s}) for s in symbols]
+
+    assert toolrl_reward(price("AAPL", "MSFT"), price("AAPL", "MSFT")) == pytest.approx(3.0)
+    left = [Call("search", {"q": 1}), *price("MSFT", "AAPL")]
+    assert toolrl_reward(left, price("AAPL", "MSFT")) == pytest.approx(2.6)
+    assert toolrl_reward([Call("f", {"a": 1, "b": 2})], [Call("f", {"a": 1, "b": 3})]) == pytest.approx(1.5)
+    assert toolrl_reward(None, price("AAPL")) == toolrl_reward([], price("AAPL")) == -3
 
 
 def test_sharpo_is_bounded_and_keeps_signs():

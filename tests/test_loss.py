@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from slca.advantages import grpo_advantages, slca_advantages
-from slca.loss import AGGREGATIONS, aggregate, cispo_loss, gspo_loss, kl_loss, policy_loss, truncated_weights
+from slca.loss import (
+    AGGREGATIONS,
+    aggregate,
+    cispo_loss,
+    gspo_loss,
+    kl_loss,
+    policy_loss,
+    sapo_loss,
+    truncated_weights,
+)
 from slca.segments import segment_labels
 
 
@@ -305,6 +314,15 @@ def test_w21_cispo():
                                                                                                  policy_loss)]
     grads = [torch.autograd.grad(loss, same)[0] for loss in losses]
     close(grads[0], grads[1])  # at ratio 1 it is the plain policy gradient
+
+
+def test_w21_sapo():
+    ratio = torch.tensor([[1.0, 1.5, 1.5]])
+    new, a = ratio.log().requires_grad_(True), torch.tensor([[1.0, 1.0, -1.0]])
+    got = sapo_loss(new, torch.zeros(1, 3), a, torch.ones(1, 3))
+    close(got.token_losses, [[-2.0, -2.489837, 2.393585]])
+    got.loss.backward()
+    assert float(new.grad[0, 0]) == pytest.approx(-1 / 3)  # at ratio 1 the plain policy gradient
 
 
 def test_w21_truncated_weights():

@@ -8,7 +8,7 @@ import pytest
 
 from slca.config import load_config
 from slca.data import Task
-from slca.evaluation.metrics import by_subset, factor_effects, means, metrics, pooled_mean, values_right
+from slca.evaluation.metrics import by_subset, factor_effects, means, metrics, pass_hat_k, pooled_mean, values_right
 from slca.judge import RulesJudge, score_episodes
 from slca.rollout import Episode
 
@@ -84,3 +84,10 @@ def test_w28_aggregates():
     assert tau == pytest.approx((6 + 46 + 68 / 3) / 276) and round(tau, 4) == 0.2705
     assert 119_279 - 40_000 - 1_038 - 4_000 == 74_241 == 42_423 + 31_818
     assert load_config([], ["rl.prompts_per_step=128", "rl.prompts_per_update=32"]).rl.steps_per_epoch(31_818) == 248
+
+
+def test_w26_pass_hat_k():
+    assert pass_hat_k(5, 2, 2) == pytest.approx(.1)
+    assert [pass_hat_k(4, 3, k) for k in (1, 2, 3, 4)] == [.75, .5, .25, 0]
+    with pytest.raises(ValueError, match="k is 5"):
+        pass_hat_k(4, 3, 5)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal
-from math import fsum
+from math import comb, fsum
 
 from slca import ranks
 from slca.advantages import Advantages
@@ -112,6 +112,13 @@ def step_sums(episodes: Sequence[Episode], batch: Batch, advantages: Advantages)
         "dead_summary": dead(advantages.summary),
         "entropy": (-float(batch.logprobs[mask].double().sum()), int(mask.sum())),
     }
+
+
+def pass_hat_k(trials: int, successes: int, k: int) -> float:
+    """pass^k of a task (tau-bench): the chance that k of its trials, drawn without replacement, all succeed."""
+    if not 1 <= k <= trials:
+        raise ValueError(f"k is {k}, expected 1 to the number of trials, {trials}")
+    return comb(successes, k) / comb(trials, k)
 
 
 def pooled_mean(parts: Sequence[tuple[float, float]]) -> float:
