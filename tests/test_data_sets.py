@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from test_data import edit
 
 from slca import chat
 from slca.data import DataError, iter_tasks, load_tasks, sets
@@ -48,18 +49,6 @@ def write(tmp_path, *rows, catalogue=None, name="rows.jsonl"):
     path = tmp_path / name
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return path
-
-
-def edit(row, value, *keys):
-    row = copy.deepcopy(row)
-    at = row
-    for key in keys[:-1]:
-        at = at[key]
-    if value is ...:
-        del at[keys[-1]]
-    else:
-        at[keys[-1]] = value
-    return row
 
 
 # --- Seal-Tools ------------------------------------------------------------------------------------------------------
