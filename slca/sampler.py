@@ -66,11 +66,16 @@ def row_stream(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([len(key), *map(int, key)])))
 
 
-def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, uniforms: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """logits [n,V], uniforms float32 [n] in [0,1) -> token int64 [n] and its log-probability float32 [n].
 
-    temperature 0 takes the most likely token and reports the log-probability of the untempered distribution.
+    temperature: one for all, or float32 [n]. 0 takes the most likely token and reports the log-probability of the
+    untempered distribution.
     """
+    if isinstance(temperature, Tensor):
+        greedy, heat = temperature == 0, temperature.where(temperature > 0, 1.0)
+        drawn, best = draw(logits.float() / heat[:, None], uniforms, 1.0), draw(logits, uniforms, 0.0)
+        return tuple(torch.where(greedy, b, d) for d, b in zip(drawn, best, strict=True))
     p = torch.softmax(logits.float() if temperature in (0, 1) else logits.float() / temperature, -1)
     if temperature == 0:
         token = p.argmax(-1, keepdim=True)
@@ -85,13 +90,14 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, 
 class Sampler:
     """Up to `slots` rows of up to `max_len` tokens each. Rows come and go with `admit` and `release`.
 
+    temperature: of all rows, or None, where each row brings its own (`admit`, `fork`).
     dtype: of weights and cache; None: the policy's own. The weights are packed here; `refresh` packs them again.
     """
 
-    def __init__(self, policy: Policy, slots: int, max_len: int, temperature: float = 1.0,
+    def __init__(self, policy: Policy, slots: int, max_len: int, temperature: float | None = 1.0,
                  stop_ids: Sequence[int] = (), stop_strings: Sequence[str] = (), tokenizer=None,
                  dtype: torch.dtype | None = None):
-        if not 0 <= temperature < float("inf"):
+        if temperature is not None and not 0 <= temperature < float("inf"):
             raise ValueError(f"temperature {temperature}: must be 0 (greedy) or more, and finite")
         stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         if "" in stop_strings:
@@ -123,6 +129,7 @@ class Sampler:
             self.length, self.start, self.drawn, self.token = torch.zeros(4, slots, dtype=torch.long,
                                                                           device=self.device)
             self.logprob, self.uniforms = (torch.zeros(slots, n, device=self.device) for n in (1, 0))
+            self.heat = torch.zeros(slots, device=self.device)  # temperatures of rows that bring their own
             # `Shared`'s tensors, with room for rounding up
             self.shared_length, self.grid, self.back = (torch.zeros(n, dtype=torch.long, device=self.device)
                                                         for n in (slots + GROUP_STEP, (slots + GROUP_STEP) ** 2, slots))
@@ -159,8 +166,12 @@ class Sampler:
         self._forget_graphs()
 
     @torch.inference_mode()
-    def admit(self, prompts: Sequence[Sequence[int]], uniforms: Sequence[Sequence[np.ndarray]]) -> list[list[Row]]:
-        """Prefill each prompt once, give every member of its group a row. uniforms: [prompt][member] -> [max_new]."""
+    def admit(self, prompts: Sequence[Sequence[int]], uniforms: Sequence[Sequence[np.ndarray]],
+              temperatures: Sequence[float] | None = None) -> list[list[Row]]:
+        """Prefill each prompt once, give every member of its group a row. uniforms: [prompt][member] -> [max_new].
+
+        temperatures: one a prompt, for a sampler that has none of its own.
+        """
         slots = [s for s, row in enumerate(self.owner) if row is None]
         if sum(map(len, uniforms)) > len(slots):
             raise ValueError(f"{sum(map(len, uniforms))} rows asked for, {len(slots)} are free")
@@ -189,7 +200,29 @@ class Sampler:
             self.length[at], self.start[at] = self._ints(r.length for r in rows), self._ints(map(_start, rows))
             self.drawn[at] = 0
             self._store_streams(rows, at)
+            if self.temperature is None:
+                each = zip(temperatures, groups, strict=True)
+                self.heat[at] = torch.tensor([t for t, group in each for _ in group], device=self.device)
         return groups
+
+    @torch.inference_mode()
+    def fork(self, source: Row, keep: int, uniforms: np.ndarray, temperature: float = 0.0,
+             into: Row | None = None) -> Row:
+        """A row that begins with the first `keep` tokens of another one's slot; it is to be fed next.
+
+        into: an ended row, the source itself perhaps, that gives up its slot for it; None takes a free one.
+        """
+        if source.prompt is not None or not 0 < keep <= source.length:
+            raise ValueError(f"a row of {source.length} tokens with a prompt of its own is needed, to keep {keep}")
+        slot = self.owner.index(None) if into is None else into.slot
+        if slot != source.slot:
+            self._reserve(self.cache, keep)
+            self.cache.copy(self._ints([source.slot]), self._ints([slot]), keep)
+        self.owner[slot] = row = Row(slot, uniforms, length=keep)
+        at = self._ints([slot])
+        self.length[at], self.start[at], self.drawn[at], self.heat[at] = keep, 0, 0, temperature
+        self._store_streams([row], at)
+        return row
 
     def _store_streams(self, rows: list[Row], at: Tensor) -> None:
         width = max(len(row.uniforms) for row in rows) + self.look_every  # a row that ended may run on unread
@@ -240,9 +273,11 @@ class Sampler:
             row.fresh, row.ended = Completion([], [], False), False
 
     @torch.inference_mode()
-    def decode(self, rows: Sequence[Row], budgets: Sequence[int], leave_at: int | None = None) -> list[Row]:
+    def decode(self, rows: Sequence[Row], budgets: Sequence[int], leave_at: int | None = None,
+               looks: int | None = None) -> list[Row]:
         """Sample until every row (or `leave_at` of them) has stopped, by a stop token or by its budget.
 
+        looks: come back after so many looks at the tokens in any case (one a token, or one in `look_every` on a GPU).
         -> the rows that stopped, with their tokens in `fresh`; the others can be given to the next call.
         """
         for row, budget in zip(rows, budgets, strict=True):
@@ -255,7 +290,8 @@ class Sampler:
         done = [row for row in rows if row.budget <= 0]
         live = self._to_front([row for row in rows if row.budget > 0])
         leave_at = len(rows) if leave_at is None else leave_at
-        while live and len(done) < leave_at:
+        while live and len(done) < leave_at and looks != 0:
+            looks = None if looks is None else looks - 1
             before = self.tokens_run
             with phases("decode"):
                 stopped = self._record(live, *self._look(live))
@@ -314,7 +350,8 @@ class Sampler:
 
     def _draw(self, b: int) -> None:
         logits = self.engine.logits(self.state[:b])
-        token, logprob = draw(logits, self.uniforms[:b].gather(1, self.drawn[:b, None]).squeeze(1), self.temperature)
+        token, logprob = draw(logits, self.uniforms[:b].gather(1, self.drawn[:b, None]).squeeze(1),
+                              self.heat[:b] if self.temperature is None else self.temperature)
         self.token[:b], self.logprob[:b, 0] = token, logprob
         self.drawn[:b] += 1
 
@@ -402,7 +439,7 @@ class Sampler:
             s, t = self._ints(source), self._ints(target)
             longest = max(row.length for row in map(self.owner.__getitem__, source) if row is not None)
             self.cache.copy(s, t, longest)
-            for x in (self.state, self.length, self.start, self.drawn, self.token, self.uniforms):
+            for x in (self.state, self.length, self.start, self.drawn, self.token, self.uniforms, self.heat):
                 x[t] = x[s]
             _swap(self.owner, source, target)
         live = self.owner[:len(rows)]
