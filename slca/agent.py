@@ -131,7 +131,8 @@ class _Turn:
 class Agent:
     """rows: turns decoded together; others wait. max_len: tokens of prompt and answer, None: the model's positions.
 
-    parallel: form of parallel calls in the dialogue that the policy is shown (`chat.render`).
+    parallel: form of parallel calls in the dialogue that the policy is shown (`chat.render`). With "list" a turn ends
+    with its first block, as in a rollout: such a policy was never trained to end it otherwise.
     """
 
     def __init__(self, policy: Policy, tokenizer, rows: int = 32, max_len: int | None = None,
@@ -153,7 +154,7 @@ class Agent:
 
         max_tokens is cut to the room there is. seed: with the tokens before it fixes the draw, whoever shares the
         batch. stop: strings that end the turn and are left out of its text. one_call: the turn ends with its first
-        call. prefix: text the turn begins with, as if sampled. on_text: given each new piece of the text and its
+        call block. prefix: text the turn begins with, as if sampled. on_text: given each new piece of the text and its
         tokens, from the worker thread. cancelled: once set, the turn ends as if its length had run out.
 
         Raises PromptTooLong, ValueError (a message or argument that is wrong), RuntimeError (closed).
@@ -169,7 +170,8 @@ class Agent:
         budget = min(max_tokens, self.max_len - len(ids))
         key = (seed,) if isinstance(seed, int) else tuple(seed)
         uniforms = row_stream(*key).random(budget, np.float32) if temperature else np.zeros(budget, np.float32)
-        turn = _Turn(ids, budget, temperature, uniforms, tuple(stop), one_call, prefix, on_text, cancelled)
+        turn = _Turn(ids, budget, temperature, uniforms, tuple(stop), one_call or self.parallel == "list",
+                     prefix, on_text, cancelled)
         with self.lock:
             if self.closed:
                 raise RuntimeError("the agent is closed")

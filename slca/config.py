@@ -398,6 +398,19 @@ def load_config(files: Iterable[str | Path] = (), overrides: Iterable[str] = ())
     return validate(config, origin)
 
 
+FOREIGN = ("chat.parallel=blocks", "reward.parallel_rule=first_turn")  # how models that are not ours write calls
+
+
+def checkpoint_config(folder: str | Path, files: Iterable[str | Path] = (), overrides: Iterable[str] = (),
+                      foreign: Iterable[str] = ()) -> Config:
+    """The settings a checkpoint is used with: `files` if given, else the config.yaml of the run it belongs to, else the
+    defaults with `foreign` on top; then `overrides`.
+    """
+    files = list(files) or [p / "config.yaml" for p in Path(folder).resolve().parents[:2]
+                            if (p / "config.yaml").is_file()][:1]
+    return load_config(files, [*(() if files else foreign), *overrides])
+
+
 def override(config: Config, overrides: Iterable[str]) -> Config:
     """A copy with each "a.b=c" applied; validated. Raises ConfigError."""
     origin: dict[str, str] = {}

@@ -128,6 +128,15 @@ def test_stops_are_left_out_and_a_first_call_is_kept(world, agent, monkeypatch):
     assert prefixed.text.startswith("<think>so</think>hello") and prefixed.reasoning == "so"
 
 
+def test_in_list_form_a_turn_ends_with_its_first_block(world, monkeypatch):
+    agent = Agent(*world, rows=2, parallel="list")
+    try:
+        script(monkeypatch, world[1], "a <tool_call>[]</tool_call> b")
+        assert agent.reply(dialogue(0), None, max_tokens=80).text == "a <tool_call>[]</tool_call>"
+    finally:
+        agent.close()
+
+
 @pytest.mark.parametrize("stop", [(), ("the end.",), ("終わり",)])
 def test_pieces_make_up_the_text(world, agent, monkeypatch, stop):
     text, pieces, ids, logprobs = "日本語 of the en 終わ the end. 🙂 and 終わり it", [], [], []

@@ -387,3 +387,13 @@ def test_other_weights_are_another_checkpoint(checkpoint, tmp_path):
     data[-1] ^= 1
     weights.write_bytes(data)
     assert of(copy, one)["checkpoint_sha256"] != of(checkpoint, one)["checkpoint_sha256"]
+
+
+@pytest.mark.parametrize("words, named", [
+    (("distractors", "--catalogue", "c", "--subset", "simple"), "--subset"), (("toucan", "--k", 5), "--k"),
+    (("toucan", "--limit", 5), "--limit"), (("bfcl", "--agent", "gold"), "--agent"),
+    (("tau2", "--how", "hard", "--subset", "java"), "--how, --subset"), (("bfcl", "--user-name", "x"), "--user-name")])
+def test_options_of_another_suite_are_refused(words, named, capsys):
+    with pytest.raises(SystemExit):
+        evaluate("--checkpoint", "nowhere", "--suite", *words)
+    assert f"{named}: not for --suite {words[0]}" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from slca.config import Config, to_dict
 from slca.data.distractors import Nearness, pad_tools
 from slca.data.task import Task
 from slca.evaluation.metrics import sums
+from slca.evaluation.record import weights_sha256
 from slca.evaluation.toucan import NoTaskLeft, evaluate
 from slca.model import Policy
 from slca.simulator import Simulator
@@ -26,7 +27,6 @@ from slca.simulator import Simulator
 TABLE = (("success", "Success"), ("process", "Process"), ("summary", "Summary"), ("name_f1", "Name F1"),
          ("arg_match", "ArgMatch"), ("parallel", "Parallel"), ("no_call", "No-call"), ("redundant_calls", "Redundant"),
          ("n", "Tasks"), ("skipped", "Skipped"), ("prompt_tokens", "Prompt tokens"))
-WEIGHTS = ("*.safetensors", "*.json", "*.txt", "*.model")  # of a checkpoint, what its figures depend on
 
 
 def conditions(ks: Sequence[int], hows: Sequence[str]) -> dict[str, tuple[str, int]]:
@@ -141,14 +141,7 @@ def identity(checkpoint: str | Path, tasks: Sequence[Task], catalogue: Sequence[
 
     A frozen model or a file of functions that answers the calls counts by its settings alone.
     """
-    files = sorted(p for pattern in WEIGHTS for p in Path(checkpoint).glob(pattern) if p.is_file())
-    weights = hashlib.sha256()
-    for p in files:
-        weights.update(f"{p.name} {p.stat().st_size}\n".encode())
-        with p.open("rb") as file:
-            for piece in iter(lambda file=file: file.read(2**24), b""):
-                weights.update(piece)
-    return {"checkpoint_sha256": weights.hexdigest(), "tasks_sha256": _sha256([vars(t) for t in tasks]),
+    return {"checkpoint_sha256": weights_sha256(checkpoint), "tasks_sha256": _sha256([vars(t) for t in tasks]),
             "catalogue_sha256": _sha256(catalogue), "temperature": temperature, "nearest": nearest,
             "config": to_dict(cfg)}
 
@@ -185,10 +178,3 @@ def _changed(old, new, at: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         return [key for k in sorted({*old, *new}) for key in _changed(old.get(k), new.get(k), f"{at}.{k}".lstrip("."))]
     return [] if old == new else [at or "all"]
-
-
-def save(path: str | Path, record: Mapping) -> None:
-    """In place of the old one in one step: a killed run leaves no half of it."""
-    part = Path(f"{path}.tmp")
-    part.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
-    part.replace(path)
