@@ -215,6 +215,9 @@ class Agent:
         forks: list[_Turn] = []
         while waiting and (self.sampler.free > len(fresh) or self.kept):
             turn = waiting[0]
+            if turn.cancelled is not None and turn.cancelled.is_set():
+                waiting.pop(0).finish(False)
+                continue
             known = self.kept | {t.row: np.array([*t.prompt, *t.ids])[:t.row.length] for t in live if t.row is not None}
             source, keep = _longest_beginning(turn.prompt, known)
             if any(_common(turn.prompt, np.array(t.prompt)) > max(keep, WORTH_COPYING) for t in fresh):

@@ -64,6 +64,10 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         raise NotImplementedError
 
+    def id_to_token(self, i: int) -> str:
+        """The vocabulary's own name of a token; "" for an id it does not know."""
+        raise NotImplementedError
+
     @property
     def template(self) -> str:
         """The chat template of the vocabulary: "qwen3" where `<think>` and `<tool_response>` are both control tokens.
@@ -196,6 +200,9 @@ class JsonTokenizer(Tokenizer):
     def token_to_id(self, token):
         return self._backend.token_to_id(token)
 
+    def id_to_token(self, i):
+        return self._backend.id_to_token(i) or ""
+
     def _new_config(self):
         eos = self._backend.id_to_token(self.stop_ids[0]) if self.stop_ids else None
         pad = "<|endoftext|>" if "<|endoftext|>" in self.control else eos
@@ -259,6 +266,9 @@ class SentencePieceTokenizer(Tokenizer):
     def token_to_id(self, token):
         i = self._backend.piece_to_id(token)
         return i if self._backend.id_to_piece(i) == token else None
+
+    def id_to_token(self, i):
+        return self._backend.id_to_piece(i) if i < self._backend.get_piece_size() else ""
 
     def _new_config(self):
         sp = self._backend

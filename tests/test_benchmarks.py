@@ -73,3 +73,8 @@ def test_a_missing_peer_is_named(name):
            f"runpy.run_path({str(FOLDER / name)!r} + '.py', run_name='__main__')"
     done = run("-c", hide)
     assert done.returncode == 1 and 'pip install -e ".[bench]"' in done.stderr, done.stderr
+
+
+def test_serve():
+    (found,) = quick("serve")["throughput"]
+    assert found["ratio"].keys() == RATIO
