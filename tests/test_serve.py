@@ -459,15 +459,6 @@ def test_a_turn_that_ran_out_of_length(play):
     assert joined(streamed(server, tools=[TOOL]))[1] == "length"
 
 
-def test_in_the_list_form_a_turn_ends_with_its_block(play):
-    server, script = play()
-    ask(server, tools=[TOOL])
-    script.parallel = "list"
-    ask(server, tools=[TOOL])
-    ask(server)
-    assert [a["one_call"] for a in script.asked] == [False, True, False]
-
-
 # ---- what is asked
 
 def test_messages_in_all_their_forms(play):
