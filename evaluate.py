@@ -131,7 +131,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, the protocol's")
     parser.add_argument("--out", metavar="F.json", help="a folder for the benchmarks")
     parser.add_argument("--limit", type=int, metavar="N", help="benchmarks: the first N items of each subset or domain")
-    parser.add_argument("--rows", type=int, metavar="N", help="benchmarks: items run at once (default: 32)")
+    parser.add_argument("--rows", type=int, metavar="N",
+                        help="benchmarks: items run at once, each a row of the KV cache (default: 32)")
     bfcl.add_options(parser)
     tau2.add_options(parser)
     more = parser.add_argument_group("suite distractors")
@@ -158,7 +159,7 @@ def refuse_others(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     own = {"distractors": ["catalogue", "k", "how", "nearest"], "bfcl": ["subset"],
            "tau2": ["domain", "trials", "agent", "user", "user_name", "user_key_env"]}
     unused = [name for suite, names in own.items() if suite != args.suite for name in names]
-    unused += [] if args.suite in BENCHMARKS else ["limit", "rows"]
+    unused += {"bfcl": [], "tau2": ["data"]}.get(args.suite, ["limit", "rows"])
     if found := [f"--{name.replace('_', '-')}" for name in unused if getattr(args, name) is not None]:
         parser.error(f"{', '.join(found)}: not for --suite {args.suite}")
 

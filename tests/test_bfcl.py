@@ -422,8 +422,34 @@ def test_a_call_cannot_take_hours(bench):
     assert json.loads(objects.call("power", {"base": 2, "exponent": 10})) == {"result": 1024}
     for name, arguments in (("power", {"base": 9, "exponent": 9**9}), ("power", {"base": 10**4000, "exponent": 9999}),
                             ("logarithm", {"value": 2, "base": 3, "precision": 10**8}),
+                            ("logarithm", {"value": 2, "base": 3, "precision": "1000000"}),
                             ("round_number", {"number": 7, "decimal_places": -10**9})):
         assert "is too large" in objects.call(name, arguments)
+    entry = bench.entries("java")[0]
+    calls = gold_calls(entry, "Java")
+    calls[0]["arguments"] = {k: "new HashMap<>() {{" + "\n" * 2000 for k in calls[0]["arguments"]}
+    assert bench.check_calls("java", entry, calls)["error"] == ["a value with 50 blanks in a row"]
+
+
+@installed
+def test_directories_without_end_are_scored(bench, tmp_path):
+    """A state too deep to be written, and arguments too deep to be written again, are wrong and no error."""
+    entry = next(e for e in bench.entries("multi_turn_base") if "GorillaFileSystem" in e["involved_classes"])
+    deep = [{"name": name, "arguments": {key: "a"}} for _ in range(400)
+            for name, key in (("mkdir", "dir_name"), ("cd", "folder"))]
+    row = bfcl.run_item(Scripted(player([entry], lambda e: [turn_text(deep), "done"] * len(e["question"]))), bench,
+                        "multi_turn_base", entry, threading.Event())
+    found = bfcl.score_subset(bench, "multi_turn_base", [entry], {entry["id"]: row}, tmp_path)
+    assert found["correct"] == 0 and (tmp_path / "score" / MODEL / "BFCL_v3_multi_turn_base_score.json").is_file()
+    reply = Reply("", "", None, [{"name": "f", "arguments": nested(100000)}], False, [], [], True, 0, 0)
+    assert bfcl.called(reply) == []
+
+
+def nested(depth: int) -> dict:
+    value: dict = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------

@@ -5,9 +5,12 @@
 
 The paper's protocol: native tool format, greedy, up to 8,192 tokens a reply (cut to what room the model has), parallel
 calls on (`chat.parallel`: blocks, or the list that a policy of ours was trained on), dots in names turned into
-underscores, no system message of the benchmark's (its harness drops them). A multi-turn reply that calls is answered by
-the tool objects; a turn ends with a reply without calls, and the item once a turn has called in more than 20 steps, as
-in the benchmark.
+underscores, no system message of the benchmark's. A multi-turn reply that calls is answered by the tool objects; a turn
+ends with a reply without calls, and the item once a turn has called in more than 20 steps.
+
+Where the benchmark and the paper's harness (evalscope) differ in multi-turn items, this is the benchmark: the harness
+goes on with the next turn after the 20 steps, wraps results as {"response": ...}, and leaves the nested types of
+functions that are held back as they are. It also drops system messages, and that is done here too.
 
 Strict counts the calls of a reply whose <tool_call> blocks are all well formed. Lenient is a second score of the same
 text: every call in it that can be read. Multi-turn items are run strictly, so they have no lenient score.
@@ -188,6 +191,10 @@ def without_system(messages: Sequence[dict]) -> list[dict]:
 
 def called(reply: Reply) -> list[dict]:
     """The reply's calls under the strict rule, dots in names turned into underscores."""
+    try:
+        json.dumps(reply.calls)
+    except RecursionError:  # nested as deeply as Python reads, and deeper than it writes
+        return []
     return [] if reply.malformed else renamed(reply.calls)
 
 
@@ -241,11 +248,19 @@ def score_subset(bench: Benchmark, subset: str, entries: Sequence[dict], rows: M
     head = {"accuracy": (n - len(failures)) / n, "correct_count": n - len(failures), "total_count": n}
     path = out / "score" / MODEL / f"BFCL_v3_{subset}_score.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(json.dumps(line, default=str) for line in [head, *failures]), encoding="utf-8")
+    path.write_text("\n".join(json.dumps(line, default=_text_of) for line in [head, *failures]), encoding="utf-8")
     items = [rows[e["id"]] for e in entries]
     found = {"accuracy": head["accuracy"], "correct": n - len(failures), "n": n,
              "lenient_correct": None if is_multi_turn(subset) else lenient}
     return found | {key: sum(bool(row.get(key)) for row in items) for key in ("too_long", "malformed", "cut")}
+
+
+def _text_of(value) -> str:
+    """Of a benchmark's own object; its text may have no end (a directory holds its parent)."""
+    try:
+        return str(value)
+    except RecursionError:
+        return f"{type(value).__name__}, too deep to be written"
 
 
 def groups(scores: Mapping[str, dict]) -> dict[str, dict]:
@@ -306,7 +321,7 @@ def claim(out: Path, setting: Mapping) -> None:
         if differ:
             raise ValueError(f"{out}: holds results of another run, different in {', '.join(differ)}; name another "
                              "folder or remove this one")
-    elif (out / "result").exists():
+    elif any((out / name).exists() for name in ("result", "summary.json")):
         raise ValueError(f"{out}: holds results, and no setting.json says what of; name another folder")
     out.mkdir(parents=True, exist_ok=True)
     save(path, setting)

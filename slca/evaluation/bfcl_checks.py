@@ -17,6 +17,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import json
+import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,8 @@ HINT = {"Java": "Java 8 SDK", "JavaScript": "JavaScript", "Python": "Python 3"}
 JSON_TYPES = {"integer": "integer", "number": "number", "float": "number", "string": "string", "boolean": "boolean",
               "bool": "boolean", "array": "array", "list": "array", "tuple": "array", "dict": "object",
               "object": "object"}  # the rest, "any" among them, is text: the benchmark's rule
-LARGEST = {"precision": 10**4, "exponent": 10**4, "decimal_places": 10**4, "base": 10**300}
+LARGEST = {"precision": 10**4, "exponent": 10**4, "decimal_places": 10**4, "base": 10**12}
+LONGEST_BLANK = re.compile(r"\s{50}")  # the converter of Java and JavaScript values takes hours over more
 ONE_AT_A_TIME = threading.RLock()  # some tool objects use state of their modules, such as mpmath's precision
 
 
@@ -115,6 +117,16 @@ def gold_call(text: str) -> tuple[str, list, dict]:
     raise ValueError(f"gold call {text!r}: expected one call by name with literal arguments")
 
 
+def _magnitude(value) -> float:
+    """Of a number, or of a text that a tool may take for one; else 0."""
+    try:
+        return abs(float(value)) if isinstance(value, int | float | str) else 0.0
+    except OverflowError:
+        return float("inf")
+    except ValueError:
+        return 0.0
+
+
 class ToolObjects:
     """Fresh tool objects of one multi-turn item, in its initial state. A call is a look-up, never an evaluation."""
 
@@ -135,7 +147,7 @@ class ToolObjects:
                 if name not in self.methods:
                     raise NameError(f"name {name!r} is not defined")
                 for key, most in LARGEST.items():  # they set how long a tool computes; gold stays far below
-                    if isinstance(arguments.get(key), int | float) and abs(arguments[key]) > most:
+                    if _magnitude(arguments.get(key)) > most:
                         raise ValueError(f"{key} is too large")
                 result = self.methods[name](*positional, **deepcopy(dict(arguments)))
                 if isinstance(result, dict):
@@ -201,6 +213,8 @@ class Benchmark:
                 return {"valid": True}
             kind = "irrelevance_error:decoder_success" if calls else "relevance_error:decoder_failed"
             return {"valid": False, "error": [f"{len(calls)} calls"], "error_type": kind}
+        if language_of(subset) != "Python" and LONGEST_BLANK.search(json.dumps(calls).replace("\\n", " ")):
+            return {"valid": False, "error": ["a value with 50 blanks in a row"], "error_type": "ast_checker:failed"}
         try:
             return self._ast_checker(entry["function"], [{c["name"]: c["arguments"]} for c in calls],
                                      entry["ground_truth"], language_of(subset), subset, MODEL)

@@ -27,7 +27,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from slca.agent import Agent
-from slca.config import Config
+from slca.config import FOREIGN, Config, checkpoint_config
 from slca.evaluation.metrics import pass_hat_k, pooled_mean
 from slca.evaluation.record import save, weights_sha256
 from slca.evaluation.tau2_dialogue import (
@@ -38,6 +38,7 @@ from slca.evaluation.tau2_dialogue import (
     benchmark,
     data_sha256,
     load_tasks,
+    max_steps,
     run_trial,
 )
 from slca.llm import frozen_policy
@@ -80,7 +81,7 @@ def suite(args: argparse.Namespace, cfg: Config, policy: Policy, tokenizer) -> N
             "checkpoint_sha256": weights_sha256(args.checkpoint), "agent": kind, "user": who,
             "temperature": args.temperature, "user_temperature": USER_TEMPERATURE, "seed": cfg.seed,
             "parallel": cfg.chat.parallel, "max_tokens": [AGENT_TOKENS, USER_TOKENS], "max_len": agent.max_len,
-            "max_steps": benchmark().config.DEFAULT_MAX_STEPS, "max_errors": benchmark().config.DEFAULT_MAX_ERRORS,
+            "max_steps": max_steps(kind), "max_errors": benchmark().config.DEFAULT_MAX_ERRORS,
             "benchmark": benchmark().version, "data_sha256": data_sha256()}
         found = run(args.out, settings, chosen, trials, agent, user, args.rows)
     finally:
@@ -103,8 +104,9 @@ def players(args: argparse.Namespace, cfg: Config, policy: Policy, tokenizer) ->
     elif args.user_name or args.user_key_env:
         raise ValueError("--user-name and --user-key-env are for a --user that is an endpoint's URL")
     elif args.user:
-        user = Agent(*frozen_policy(str(Path(args.user).resolve())), rows=args.rows)
-        who = {"kind": "policy", "sha256": weights_sha256(args.user), "max_len": user.max_len}
+        form = checkpoint_config(args.user, foreign=FOREIGN).chat.parallel
+        user = Agent(*frozen_policy(str(Path(args.user).resolve())), rows=args.rows, parallel=form)
+        who = {"kind": "policy", "sha256": weights_sha256(args.user), "max_len": user.max_len, "parallel": form}
     else:
         user, who = None, {"kind": "the checkpoint itself"}
     agent = Agent(policy, tokenizer, rows=args.rows, parallel=cfg.chat.parallel)
@@ -152,13 +154,13 @@ def open_record(folder: str | Path, settings: Mapping) -> dict[tuple[str, str, i
     folder.mkdir(parents=True, exist_ok=True)
     about, lines = folder / "settings.json", folder / "trials.jsonl"
     if not about.is_file():
-        if lines.is_file():
-            raise ValueError(f"{folder}: holds trials.jsonl without settings.json; name another folder")
+        if lines.is_file() or (folder / "summary.json").is_file():
+            raise ValueError(f"{folder}: holds results without settings.json; name another folder")
         save(about, settings)
     try:
         known = json.loads(about.read_text(encoding="utf-8"))
         differ = [k for k in sorted({*known, *settings}) if known.get(k) != settings.get(k)]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{about}: expected the settings of a tau2 suite ({error})") from error
     if differ:
         raise ValueError(f"{folder}: holds trials of another run, different in {', '.join(differ)}; "

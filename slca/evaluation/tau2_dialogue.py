@@ -36,7 +36,7 @@ USER_TEMPERATURE = 0.0  # the benchmark's
 
 
 class TurnFailed(Exception):
-    """A player wrote nothing that can be sent on. role: agent or user; why: prompt_too_long or empty_turn."""
+    """A player wrote nothing that can be sent on. role: agent or user; why: prompt_too_long, empty_turn or refused."""
 
     def __init__(self, role: str, why: str):
         super().__init__(f"{role}: {why}")
@@ -132,6 +132,11 @@ def reward_basis(task) -> list[str]:
     return [] if task.evaluation_criteria is None else [str(r.value) for r in task.evaluation_criteria.reward_basis]
 
 
+def max_steps(kind: str) -> int:
+    """Of a dialogue. Gold: the paper's harness calls the benchmark's `run_task`, whose own limit is 100."""
+    return 100 if kind == "gold" else benchmark().config.DEFAULT_MAX_STEPS
+
+
 def trial_seed(seed: int, *what: str | int) -> int:
     """A seed of 31 bits, fixed by what it is for."""
     return int(hashlib.sha256(json.dumps([seed, *what]).encode()).hexdigest()[:8], 16) >> 1
@@ -143,9 +148,10 @@ def run_trial(domain: str, task, trial: int, kind: str, agent, user, seed: int =
 
     kind: "plain", or "gold": the agent is shown the gold steps. agent, user: players, with `Agent.reply`. temperature:
     the agent's. The record: domain, task_id, trial, kind, reward, reward_basis, failure (None, or what ended it
-    early: `[user_]prompt_too_long`, `[user_]empty_turn`, or `benchmark_error`, where its code raised), counts of turns
-    and what was wrong in them, and `simulation`, the benchmark's own SimulationRun with every message; the raw text of
-    a turn is in its raw_data. Whatever a player raises but PromptTooLong is raised again.
+    early: `[user_]prompt_too_long`, `[user_]empty_turn`, `[user_]refused` by a server, or `benchmark_error`, where its
+    code raised), counts of turns and what was wrong in them, and `simulation`, the benchmark's own SimulationRun with
+    every message; the raw text of a turn is in its raw_data. Whatever a player raises but PromptTooLong is raised
+    again.
     """
     b = benchmark()
     seed = trial_seed(seed, domain, task.id, trial)
@@ -158,7 +164,7 @@ def run_trial(domain: str, task, trial: int, kind: str, agent, user, seed: int =
              "user": Side("user", user, script.system_prompt, user_tools, USER_TEMPERATURE, USER_TOKENS, seed,
                           cancelled)}
     orchestrator = b.Orchestrator(domain=domain, **sides, environment=environment, task=task,
-                                  max_steps=b.config.DEFAULT_MAX_STEPS, max_errors=b.config.DEFAULT_MAX_ERRORS,
+                                  max_steps=max_steps(kind), max_errors=b.config.DEFAULT_MAX_ERRORS,
                                   seed=seed)
     failure, note = None, ""
     start = b.simulation.get_now()
@@ -170,6 +176,8 @@ def run_trial(domain: str, task, trial: int, kind: str, agent, user, seed: int =
         raise error.__cause__ from None
     except TurnFailed as error:
         failure, note = error.why if error.role == "agent" else f"user_{error.why}", str(error)
+    except (OSError, MemoryError, ImportError):  # the machine's fault, and not the trial's
+        raise
     except Exception as error:  # what a model sends may break the benchmark's tools or its evaluator: its trial fails
         failure, note = "benchmark_error", f"{type(error).__name__}: {error}"
     if failure:
@@ -226,6 +234,10 @@ class Side:
             return self.player.reply(chat, self.tools, seed=seed, cancelled=self.cancelled, **self.options)
         except PromptTooLong as error:
             raise TurnFailed(self.role, "prompt_too_long") from error
+        except EndpointError as error:
+            if str(error).startswith(("status 400", "status 413")):  # this dialogue is refused, most likely too long
+                raise TurnFailed(self.role, "refused") from error
+            raise PlayerBroken from error
         except Exception as error:
             raise PlayerBroken from error
 
