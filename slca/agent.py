@@ -7,6 +7,7 @@ tools) begins from a copy. Left out: several devices, and prefill in pieces (a l
 """
 from __future__ import annotations
 
+import atexit
 import json
 import queue
 import threading
@@ -22,7 +23,9 @@ from slca.rewards import parse_blocks, valid_calls
 from slca.sampler import Row, Sampler, row_stream
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-WORTH_COPYING = 32  # tokens: a shorter common beginning is run again
+WORTH_COPYING = 32  # tokens: a shorter common beginning is run again, and one shorter than what comes behind it
+ALONE = 2**19  # new tokens x all tokens: a turn with more is fed in pieces of that size, for the mask they need
+COLDEST = 1e-4  # a lower temperature is greedy: the logits over it would not be finite
 
 
 class PromptTooLong(ValueError):
@@ -118,6 +121,9 @@ class _Turn:
     told_ids: int = 0
     mark: tuple[int, int] = (0, 0)  # ids from the first on are decoded; the text up to the second is in `text`
 
+    def is_cancelled(self) -> bool:
+        return self.cancelled is not None and self.cancelled.is_set()
+
     def finish(self, stopped: bool) -> None:
         text = self.prefix + self.text
         self.done.set_result(Reply(text, *read_reply(text), self.ids, self.logprobs, stopped, len(self.prompt),
@@ -145,6 +151,7 @@ class Agent:
         self.lock, self.closed = threading.Lock(), False
         self.worker = threading.Thread(target=self._work, name="agent", daemon=True)
         self.worker.start()
+        atexit.register(self.close)  # a thread that comes back from torch into an ended interpreter aborts the process
 
     def reply(self, messages: Sequence[dict], tools: Sequence[dict] | None, *, temperature: float = 0.0,
               max_tokens: int = 8192, seed: int | Sequence[int] = 0, stop: Sequence[str] = (), one_call: bool = False,
@@ -168,6 +175,7 @@ class Agent:
         if len(ids) + 1 > self.max_len:
             raise PromptTooLong(f"a prompt of {len(ids)} tokens, and the model takes {self.max_len} with its answer")
         budget = min(max_tokens, self.max_len - len(ids))
+        temperature = temperature if temperature >= COLDEST else 0.0
         key = (seed,) if isinstance(seed, int) else tuple(seed)
         uniforms = row_stream(*key).random(budget, np.float32) if temperature else np.zeros(budget, np.float32)
         turn = _Turn(ids, budget, temperature, uniforms, tuple(stop), one_call or self.parallel == "list",
@@ -184,6 +192,7 @@ class Agent:
             self.closed = True
             self.asked.put(None)
         self.worker.join()
+        atexit.unregister(self.close)
 
     # ------------------------------------------------------------------------------------------- in the worker's thread
     def _work(self) -> None:
@@ -199,31 +208,35 @@ class Agent:
                 try:
                     self._start(waiting, live)
                     self._step(live)
-                except Exception as error:  # the policy's fault, not one turn's: all that run end
+                except Exception as error:  # the policy's or the machine's fault: all that run end
                     for turn in live:
                         turn.fail(error)
                     self.sampler.release([row for row in self.sampler.owner if row is not None])
                     self.kept.clear()
                 live = [turn for turn in live if not turn.done.done()]
         finally:
+            with self.lock:
+                self.closed = True
+                while not self.asked.empty():
+                    waiting += [turn for turn in [self.asked.get()] if turn is not None]
             for turn in live + waiting:
                 turn.fail(RuntimeError("the agent was closed"))
 
     def _start(self, waiting: list[_Turn], live: list[_Turn]) -> None:
         """Give waiting turns rows, as far as there are slots; those that run now go from one list to the other."""
+        for turn in [t for t in waiting if t.is_cancelled()]:
+            waiting.remove(turn)
+            turn.finish(False)
         fresh: list[_Turn] = []
         forks: list[_Turn] = []
         while waiting and (self.sampler.free > len(fresh) or self.kept):
             turn = waiting[0]
-            if turn.cancelled is not None and turn.cancelled.is_set():
-                waiting.pop(0).finish(False)
-                continue
             known = self.kept | {t.row: np.array([*t.prompt, *t.ids])[:t.row.length] for t in live if t.row is not None}
             source, keep = _longest_beginning(turn.prompt, known)
             if any(_common(turn.prompt, np.array(t.prompt)) > max(keep, WORTH_COPYING) for t in fresh):
                 break  # once that one is run, this one begins with a copy
             live.append(waiting.pop(0))
-            if keep < WORTH_COPYING:
+            if keep < max(WORTH_COPYING, len(turn.prompt) - keep):
                 self._make_room(len(fresh) + 1)
                 fresh.append(turn)
                 continue
@@ -234,13 +247,24 @@ class Agent:
             turn.row = self.sampler.fork(source, keep, turn.uniforms, turn.temperature, into)
             turn.cached = keep
             forks.append(turn)
-        if forks:
-            self.sampler.feed([t.row for t in forks], [t.prompt[t.cached:] for t in forks])
+        self._feed(forks)
         if fresh:
             groups = self.sampler.admit([t.prompt for t in fresh], [[t.uniforms] for t in fresh],
                                         [t.temperature for t in fresh])
             for turn, (row,) in zip(fresh, groups, strict=True):
                 turn.row = row
+
+    def _feed(self, turns: list[_Turn]) -> None:
+        """Run what stands behind the copied beginnings."""
+        rests = []
+        for turn in turns:
+            rest, step = turn.prompt[turn.cached:], max(ALONE // len(turn.prompt), 1)
+            while len(rest) > step:
+                self.sampler.feed([turn.row], [rest[:step]])
+                rest = rest[step:]
+            rests.append(rest)
+        if turns:
+            self.sampler.feed([t.row for t in turns], rests)
 
     def _make_room(self, slots: int) -> None:
         while self.sampler.free < slots:
@@ -258,10 +282,10 @@ class Agent:
             except Exception as error:  # the caller's own `on_text`
                 turn.fail(error)
             else:
-                if stopped or turn.row in ended or turn.cancelled is not None and turn.cancelled.is_set():
+                if stopped or turn.row in ended or turn.is_cancelled():
                     turn.finish(stopped)
             if turn.done.done():
-                self.kept[turn.row] = np.array([*turn.prompt, *turn.ids])[:turn.row.length]
+                self.kept[turn.row] = np.array([*turn.prompt, *turn.row.fresh.ids])[:turn.row.length]
 
     def _read(self, turn: _Turn, stopped: bool, ended: bool) -> bool:
         """Decode what is new, look for stop strings, tell the caller -> whether the turn has stopped."""
@@ -270,12 +294,17 @@ class Agent:
         if len(tail) > len(before) and (ended or not tail.endswith("\ufffd")):
             turn.text += tail[len(before):]
             turn.mark = (turn.mark[1], len(ids))
-        ends = [(at, at) for s in turn.stops if (at := turn.text.find(s)) >= 0]
+        ends = [(at, at + len(s)) for s in turn.stops if (at := turn.text.find(s)) >= 0]
         if turn.one_call and (at := (turn.prefix + turn.text).find(CLOSE)) >= 0:
             at += len(CLOSE) - len(turn.prefix)
             ends.append((at, at))
         if ends:
-            turn.text, stopped = turn.text[:min(ends)[0]], True
+            end, seen = min(ends)
+            turn.text, stopped, count = turn.text[:end], True, len(turn.ids)
+            # a GPU draws a few tokens behind a stop that is text
+            while count > 1 and len(self.tokenizer.decode(turn.ids[:count - 1])) >= seen:
+                count -= 1
+            turn.ids, turn.logprobs = turn.ids[:count], turn.logprobs[:count]
         if turn.on_text is not None:
             # what may be the beginning of a stop string is held back
             hold = 0 if stopped or ended else max((n for s in turn.stops for n in range(1, len(s))

@@ -135,7 +135,9 @@ def _messages(given: list) -> list[dict]:
     """As `chat.render` takes them. The results of a turn are put in the order of its calls: the template has no ids."""
     if not given:
         raise ApiError(400, "messages: empty", "messages")
-    out, ids, first = [], [], 0
+    out: list[dict] = []
+    place: dict[str, int] = {}  # id of a call of the last assistant turn -> which of its calls
+    results: dict[int, dict] = {}  # of that turn, by call
     for i, message in enumerate(given):
         where = f"messages[{i}]"
         if not isinstance(message, dict):
@@ -146,23 +148,25 @@ def _messages(given: list) -> list[dict]:
                                 f"found {str(role)[:50]!r}", "messages")
         new = {"role": "system" if role == "developer" else role,
                "content": _text(message.get("content"), f"{where}.content", empty=role == "assistant")}
+        if role == "tool":
+            at = place.get(message["tool_call_id"]) if isinstance(message.get("tool_call_id"), str) else None
+            if at is None or at in results:
+                raise ApiError(400, f"{where}.tool_call_id: expected the id of a call of the assistant's turn before, "
+                                    "that has no result yet, "
+                                    f"found {str(message.get('tool_call_id'))[:50]!r}", "messages")
+            results[at] = new
+            continue
+        out += [results[at] for at in sorted(results)]
+        place, results = {}, {}
         if role == "assistant":
             calls = message.get("tool_calls") or []
             new |= {"tool_calls": calls} if calls else {}
             new |= {"reasoning_content": message["reasoning_content"]} if message.get("reasoning_content") else {}
-            ids = [call.get("id") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-            first = len(out) + 1
-        elif role == "tool":
-            if message.get("tool_call_id") not in ids:
-                raise ApiError(400, f"{where}.tool_call_id: expected the id of a call of the assistant's turn before, "
-                                    f"found {str(message.get('tool_call_id'))[:50]!r}", "messages")
-            new["at"] = ids.index(message["tool_call_id"])
-            out[first:] = sorted([*out[first:], new], key=lambda m: m["at"])
-            continue
-        else:
-            ids = []
+            calls = calls if isinstance(calls, list) else []
+            place = {call["id"]: k for k, call in enumerate(calls)
+                     if isinstance(call, dict) and isinstance(call.get("id"), str)}
         out.append(new)
-    return out
+    return out + [results[at] for at in sorted(results)]
 
 
 def _text(content: object, where: str, empty: bool) -> str:

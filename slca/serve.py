@@ -447,13 +447,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default 8000)")
     parser.add_argument("--rows", type=int, default=32, help="replies decoded at a time (default 32)")
+    parser.add_argument("--max-len", type=int, default=16384, metavar="N",
+                        help="tokens of prompt and answer; the KV cache grows to --rows times that (default 16384)")
     parser.add_argument("--queue", type=int, default=128, help="replies that may wait; more get a 503 (default 128)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: all cores (default)")
     parser.add_argument("--lenient", action="store_true", help="read calls from bare JSON too, without <tool_call>")
     args = parser.parse_args()
-    for name, lo in (("rows", 1), ("queue", 0), ("port", 0), ("threads", 0)):
+    for name, lo in (("rows", 1), ("max_len", 2), ("queue", 0), ("port", 0), ("threads", 0)):
         if getattr(args, name) < lo:
-            parser.error(f"--{name}: expected {lo} or more, found {getattr(args, name)}")
+            parser.error(f"--{name.replace('_', '-')}: expected {lo} or more, found {getattr(args, name)}")
     return args
 
 
@@ -465,7 +467,8 @@ def serve(args: argparse.Namespace) -> None:
     # float32 on a CPU, as `evaluate.py`: a greedy reply then hardly hangs on who shares its batch
     policy = load_policy(args.checkpoint, torch.bfloat16 if gpu else torch.float32, "cuda" if gpu else "cpu")
     form = checkpoint_config(args.checkpoint, foreign=FOREIGN).chat.parallel
-    agent = Agent(policy.requires_grad_(False), tokenizer, args.rows, parallel=form)
+    longest = min(args.max_len, policy.config.max_position_embeddings)
+    agent = Agent(policy.requires_grad_(False), tokenizer, args.rows, longest, form)
     try:
         server = Server(agent, tokenizer, args.checkpoint.resolve().name, args.host, args.port,
                         args.rows + args.queue, args.lenient)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_sampler import make
 
+from slca import agent as agent_module
 from slca import chat, sampler
 from slca.agent import Agent, PromptTooLong, Reply, read_reply
 from slca.sampler import generate
@@ -162,6 +163,70 @@ def test_cancelling_ends_a_turn_early(agent, world, monkeypatch):
             stop.set()
     got = agent.reply(dialogue(0), None, max_tokens=300, on_text=take, cancelled=stop)
     assert not got.stopped and len(seen) == 3
+
+
+def test_a_temperature_that_is_next_to_nothing_is_greedy(world, agent):
+    assert agent.reply(dialogue(1), None, temperature=1e-38, max_tokens=24).ids == alone(world, dialogue(1)).ids
+
+
+def test_a_cancelled_turn_does_not_wait_for_a_row(world, monkeypatch):
+    agent, stop, running, go = Agent(*world, rows=1), threading.Event(), threading.Event(), threading.Event()
+    script(monkeypatch, world[1], "hello " * 100)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(agent.reply, dialogue(0), None, max_tokens=600,
+                                on_text=lambda *_: (running.set(), go.wait(30)))
+            assert running.wait(30)
+            second = pool.submit(agent.reply, dialogue(1), None, cancelled=stop)
+            stop.set()
+            while agent.asked.empty() and not second.done():  # it has come to the worker, which stands in `on_text`
+                pass
+            assert not first.done()
+            go.set()
+            assert second.result(30).ids == [] and not second.result().stopped
+            first.result(60)
+    finally:
+        agent.close()
+
+
+def test_long_turns_behind_a_copy_are_fed_in_pieces(world, agent, monkeypatch):
+    monkeypatch.setattr(agent_module, "ALONE", 2000)
+    agent.reply(dialogue(1), TOOLS, max_tokens=5)
+    long = [{"role": "user", "content": "hello " * 40}]
+    fed, plain = [], agent.sampler.feed
+    monkeypatch.setattr(agent.sampler, "feed", lambda rows, ids: (fed.append(len(ids[0])), plain(rows, ids)))
+    got = agent.reply(long, TOOLS, max_tokens=24)
+    assert len(fed) > 2 and sum(fed) == got.prompt_tokens - got.cached_tokens
+    assert got.ids == alone(world, long, TOOLS).ids
+
+
+@pytest.mark.parametrize("looks", [1, 16])
+def test_tokens_end_with_the_stop_also_where_more_are_drawn(world, monkeypatch, looks):
+    agent = Agent(*world, rows=2)
+    agent.sampler.look_every = looks  # as on a GPU
+    script(monkeypatch, world[1], "hello the end of it, the world " * 3)
+    try:
+        got = agent.reply(dialogue(0), None, max_tokens=60, stop=("end",))
+        assert got.text == "hello the " and world[1].decode(got.ids) == "hello the end" and got.stopped
+        assert len(got.logprobs) == len(got.ids)
+        follow = [*dialogue(0), {"role": "assistant", "content": "hello the "}, {"role": "user", "content": "so"}]
+        monkeypatch.undo()
+        agent.sampler.look_every = 1
+        assert agent.reply(follow, None, max_tokens=24).ids == alone(world, follow).ids
+    finally:
+        agent.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_agent_whose_worker_has_died_says_so(world):
+    agent = Agent(*world, rows=2)
+
+    def leave(*_):
+        raise SystemExit
+    with pytest.raises(RuntimeError, match="closed"):
+        agent.reply(dialogue(0), None, max_tokens=5, on_text=leave)
+    with pytest.raises(RuntimeError, match="closed"):
+        agent.reply(dialogue(0), None)
 
 
 def test_a_fault_ends_its_own_turn_only(world, agent):

@@ -497,6 +497,8 @@ BAD = {
                                        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
                                        [{"role": "user", "content": [{"type": "text"}]}],
                                        [{"role": "tool", "content": "x", "tool_call_id": "y"}],
+                                       [{"role": "assistant", "tool_calls": [{"id": "y", "function": {"name": "f"}}]},
+                                        *[{"role": "tool", "content": "x", "tool_call_id": "y"}] * 2],
                                        [{"role": "assistant", "tool_calls": "f"}],
                                        [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}],
                                        [{"role": "assistant", "tool_calls": [
