@@ -225,6 +225,7 @@ def test_an_agent_whose_worker_has_died_says_so(world):
         raise SystemExit
     with pytest.raises(RuntimeError, match="closed"):
         agent.reply(dialogue(0), None, max_tokens=5, on_text=leave)
+    agent.worker.join(30)
     with pytest.raises(RuntimeError, match="closed"):
         agent.reply(dialogue(0), None)
 
