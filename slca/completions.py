@@ -159,6 +159,8 @@ def _messages(given: list) -> list[dict]:
         out += [results[at] for at in sorted(results)]
         place, results = {}, {}
         if role == "assistant":
+            if message.get("function_call"):
+                raise ApiError(400, f"{where}.function_call: only tool_calls can be read here", "messages")
             calls = message.get("tool_calls") or []
             new |= {"tool_calls": calls} if calls else {}
             new |= {"reasoning_content": message["reasoning_content"]} if message.get("reasoning_content") else {}

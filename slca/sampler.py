@@ -216,7 +216,6 @@ class Sampler:
             raise ValueError(f"a row of {source.length} tokens with a prompt of its own is needed, to keep {keep}")
         slot = self.owner.index(None) if into is None else into.slot
         if slot != source.slot:
-            self._reserve(self.cache, keep)
             self.cache.copy(self._ints([source.slot]), self._ints([slot]), keep)
         self.owner[slot] = row = Row(slot, uniforms, length=keep)
         at = self._ints([slot])

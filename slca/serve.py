@@ -3,7 +3,7 @@
 GET /v1/models, POST /v1/chat/completions, GET /health; standard library only. All requests are decoded together
 (`agent.Agent`). No key is asked for, so it listens on loopback unless --host says otherwise.
 
-What is done of the API and what is not says `completions.py`. No TLS, no keys.
+What is done of the API and what is not says `completions.py`. Left out: TLS.
 """
 from __future__ import annotations
 

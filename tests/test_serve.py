@@ -500,6 +500,7 @@ BAD = {
                                        [{"role": "assistant", "tool_calls": [{"id": "y", "function": {"name": "f"}}]},
                                         *[{"role": "tool", "content": "x", "tool_call_id": "y"}] * 2],
                                        [{"role": "assistant", "tool_calls": "f"}],
+                                       [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}],
                                        [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}],
                                        [{"role": "assistant", "tool_calls": [
                                            {"id": "a", "function": {"name": "f", "arguments": "{"}}]}],
