@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from slca.config import FOREIGN, Config, checkpoint_config, describe, to_dict
+from slca.config import FOREIGN, checkpoint_config, describe, to_dict
 from slca.data import Task
 from slca.data.distractors import by_embeddings, load_catalogue, tfidf
 from slca.data.source import file_tasks, world_split
@@ -40,6 +40,7 @@ from slca.learner import use_threads
 from slca.model import Policy
 from slca.report import metrics_table
 from slca.responders import make_simulator
+from slca.settings import Config
 from slca.tokenizer import load_tokenizer
 from slca.weights import load_policy
 

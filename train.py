@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from slca import checkpoint, llm, memory, ranks
 from slca.advantages import Advantages
-from slca.config import Config, describe, load_config, override, save_config, to_dict
+from slca.config import describe, load_config, override, save_config, to_dict
 from slca.credit import estimate, leakage
 from slca.data import Task
 from slca.data.source import TaskSource
@@ -45,6 +45,7 @@ from slca.report import RunLog, best_and_worst, console_line, final_table, read_
 from slca.responders import make_simulator
 from slca.rollout import make_sampler, rollout
 from slca.segments import segment_labels
+from slca.settings import Config
 from slca.sft import cosine_share, rate_share, sft_step
 from slca.tokenizer import load_tokenizer
 from slca.weights import load_policy, save_state

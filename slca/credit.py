@@ -26,12 +26,12 @@ from slca.baselines import (
     toolpo_advantages,
     trajectory_text,
 )
-from slca.config import Config
 from slca.judge import checker_votes, solved
 from slca.learner import Batch
 from slca.rewards import Call, gold_steps, process_score, score_turns
 from slca.rollout import Episode
 from slca.segments import TOOL
+from slca.settings import Config
 
 
 def estimate(episodes: Sequence[Episode], batch: Batch, cfg: Config, judge=None) -> Advantages:

@@ -16,10 +16,10 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from slca.baselines import verdict, vote
-from slca.config import JudgeConfig, RewardConfig
 from slca.llm import Writer
 from slca.rewards import MIN_REPLY, RATINGS, WEIGHTS, parse_rating, score_turns, wants_judge, with_summary
 from slca.sampler import row_stream
+from slca.settings import JudgeConfig, RewardConfig
 from slca.simulator import in_time, names
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slca import ranks
-from slca.config import Config, override
+from slca.config import override
 from slca.lora import adapters_off
 from slca.loss import cispo_loss, gspo_loss, kl_loss, policy_loss, sapo_loss, truncated_weights
 from slca.model import Packed, Policy, RowBlock, bf16_runs, linear
@@ -26,6 +26,7 @@ from slca.optim import optimizer_step
 from slca.phases import phases
 from slca.sampler import rounded
 from slca.segments import SUMMARY, TOOL
+from slca.settings import Config
 
 CHUNK_LOGITS = 2 ** 21  # logits that exist at a time: they stay in the cache of a CPU
 # Shapes are rounded up to few sizes: the CPU's matrix library keeps a compiled kernel for every shape it meets, and

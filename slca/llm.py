@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from slca import chat, ranks
-from slca.config import LLMConfig
 from slca.endpoint import Endpoint
 from slca.model import Policy, bf16_runs
 from slca.sampler import Sampler, complete, row_stream
+from slca.settings import LLMConfig
 from slca.tokenizer import load_tokenizer
 from slca.weights import load_policy
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from slca.config import Config, ConfigError, LLMConfig, override
+from slca.config import ConfigError, override
 from slca.learner import CHUNK_LOGITS, POSITION_STEP
 from slca.model import PLAIN_SCORES, ModelConfig, Policy, bf16_runs
 from slca.optim import CHUNK
 from slca.sampler import GROUP_STEP, PREFILL_TOKENS, WIDTH_STEP, Sampler, rounded
+from slca.settings import Config, LLMConfig
 from slca.weights import read_config
 
 SPARE = 0.08  # of the available memory

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slca.config import OptimConfig
 from slca.model import Policy, bf16_runs
 from slca.ranks import rank, split_like, sum_gradients, whole
+from slca.settings import OptimConfig
 
 CHUNK = 2 ** 24  # elements updated at a time: what is float32 or on the device for a moment stays small
 

@@ -18,8 +18,8 @@ import typing
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
-from slca.config import SimulatorConfig
 from slca.llm import Writer
+from slca.settings import SimulatorConfig
 from slca.simulator import Simulator, error_text
 
 RESPONSE, CALL = "tool_response", "tool_call"

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from slca import chat, ranks
-from slca.config import Config
 from slca.data.task import Task
 from slca.memory import reserve, room, sampler_rows
 from slca.model import Policy, bf16_runs
@@ -21,6 +20,7 @@ from slca.phases import phases
 from slca.rewards import HierR, parse_blocks
 from slca.sampler import Row, Sampler, row_stream
 from slca.segments import segment_labels
+from slca.settings import Config
 from slca.simulator import Simulator, error_text, is_error, is_failure
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"

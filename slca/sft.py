@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from slca import chat, ranks
-from slca.config import SFTConfig
 from slca.data.task import Task
 from slca.data.world import World
 from slca.learner import evened, micro_batches, no_work, pad, refuse_not_finite, token_logprobs
 from slca.model import Policy
 from slca.optim import optimizer_step, set_rate
+from slca.settings import SFTConfig
 
 
 @dataclass

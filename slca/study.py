@@ -27,8 +27,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from slca.config import Config, load_config
+from slca.config import load_config
 from slca.report import GLOSSARY
+from slca.settings import Config
 from slca.stats import build_tables, csv_text, markdown, run_record
 from slca.study_plan import (
     ROOT,

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slca import checkpoint
-from slca.config import Config, ConfigError, load_config, override, read_yaml, to_dict
+from slca.config import ConfigError, load_config, override, read_yaml, to_dict
 from slca.evaluation.distractors import conditions as distractor_conditions
+from slca.settings import Config
 
 ROOT = Path(__file__).parents[1]
 SFT_READS = ("model.", "lora.", "optim.", "sft.", "chat.", "data.", "precision", "reward.parallel_rule")

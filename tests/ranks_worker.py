@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from slca import learner, ranks, rollout, sampler
-from slca.config import Config, override
+from slca.config import override
 from slca.data.vocabulary import world_tokenizer
 from slca.data.world import World
 from slca.learner import Batch, policy_update
@@ -25,6 +25,7 @@ from slca.lora import merged_state
 from slca.model import ModelConfig, new_policy
 from slca.optim import optimizers
 from slca.rewards import HierR
+from slca.settings import Config
 from slca.simulator import Simulator
 
 CASES = {"one": ["micro_batch_tokens=100000"], "two": ["micro_batch_tokens=900"], "many": ["micro_batch_tokens=400"],

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slca.config import Config, ConfigError, describe, leaves, load_config, override, save_config, to_dict, validate
+from slca.config import ConfigError, describe, leaves, load_config, override, save_config, to_dict, validate
+from slca.settings import Config
 
 PRESETS = Path(__file__).parents[1] / "configs"
 PAPER = ("qwen2.5-3b", "qwen2.5-7b", "qwen3-8b")

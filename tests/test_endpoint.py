@@ -14,10 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from slca import endpoint
-from slca.config import JudgeConfig, LLMConfig, SimulatorConfig
 from slca.endpoint import Endpoint, EndpointError
 from slca.judge import Reply, make_judge
 from slca.responders import make_simulator
+from slca.settings import JudgeConfig, LLMConfig, SimulatorConfig
 from slca.simulator import is_failure
 
 

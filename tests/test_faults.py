@@ -28,7 +28,7 @@ from test_rollout import CALL, REPLY, TOOL, block, injected, one, run_turn, tool
 from test_simulator import example, nested
 
 from slca import chat
-from slca.config import ConfigError, RewardConfig, load_config
+from slca.config import ConfigError, load_config
 from slca.data.families import FAMILIES
 from slca.data.task import Task
 from slca.evaluation.metrics import step_sums
@@ -36,6 +36,7 @@ from slca.judge import Reply, RulesJudge, rated, score_episodes
 from slca.page import write_report
 from slca.report import RunLog, record
 from slca.rewards import loosely_equal, parse_blocks, parse_rating, score_completion, score_turns
+from slca.settings import RewardConfig
 from slca.simulator import FAILED, MAX_HUNG, Simulator, is_error, is_failure, phi_check
 from slca.tokenizer import train_bpe
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from slca.config import RewardConfig, RewardMix
 from slca.data.task import Task
 from slca.judge import MAX_QUOTED, Reply, RulesJudge, coverage, faithfulness, names, score_episodes
 from slca.rollout import Episode
+from slca.settings import RewardConfig, RewardMix
 
 ASK = "What is the weather in Oslo and the time in Rome?"
 RESULTS = ['{"temp": 12, "sky": "rain"}', '{"time": 45}']

@@ -17,7 +17,7 @@ from test_model import drawn
 
 from slca import learner
 from slca.advantages import slca_advantages
-from slca.config import Config, override
+from slca.config import override
 from slca.data.task import Task
 from slca.learner import (
     Batch,
@@ -34,6 +34,7 @@ from slca.rewards import HierR
 from slca.rollout import Episode
 from slca.sampler import generate
 from slca.segments import segment_labels
+from slca.settings import Config
 
 V = 41
 

@@ -19,13 +19,14 @@ import torch
 from test_model import SIZES, drawn, make, tokens
 
 from slca import learner, ranks
-from slca.config import Config, ConfigError, OptimConfig, override
+from slca.config import ConfigError, override
 from slca.engine import Engine
 from slca.learner import group_logprobs, token_logprobs
 from slca.lora import adapters, adapters_off, add_lora, merge_adapters, merged_state, merged_tensors
 from slca.model import ModelConfig, Policy, checkpoint_blocks
 from slca.optim import optimizer_step, optimizers
 from slca.sampler import generate
+from slca.settings import Config, OptimConfig
 from slca.weights import load_policy, save_policy
 
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

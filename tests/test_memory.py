@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from slca import learner, lora, memory
 from slca import model as model_module
-from slca.config import Config, load_config, override
+from slca.config import load_config, override
 from slca.memory import fit, plan, report, reserve, room, sampler_rows
 from slca.model import ModelConfig, Policy, checkpoint_blocks, new_policy
 from slca.optim import optimizers
 from slca.sampler import Sampler, row_stream
+from slca.settings import Config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SMALL = ModelConfig("qwen2", 8000, 512, 1408, 8, 8, 2)  # 27 million parameters

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from slca import optim
-from slca.config import OptimConfig
 from slca.model import ModelConfig, Policy, new_policy
 from slca.optim import AdamW, Muon, optimizer_step, optimizers, orthogonalised, randomly_rounded, set_rate
+from slca.settings import OptimConfig
 
 
 def make(seed: int = 0) -> Policy:

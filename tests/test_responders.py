@@ -16,7 +16,7 @@ from test_model import drawn
 from test_rollout import CALL, REPLY, TASK, TOOL, ids_of, settings
 
 from slca import llm, memory
-from slca.config import ConfigError, JudgeConfig, LLMConfig, RewardConfig, SimulatorConfig, load_config
+from slca.config import ConfigError, load_config
 from slca.judge import LLMJudge, Reply, RulesJudge, examiner_chat, make_judge, score_episodes
 from slca.llm import Writer
 from slca.model import ModelConfig
@@ -29,6 +29,7 @@ from slca.responders import (
     server_chat,
     unwrap,
 )
+from slca.settings import JudgeConfig, LLMConfig, RewardConfig, SimulatorConfig
 from slca.simulator import Simulator, is_error, is_failure
 from slca.weights import save_policy
 

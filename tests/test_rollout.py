@@ -18,7 +18,7 @@ from test_model import drawn
 from slca import chat
 from slca import rollout as rollout_module
 from slca import sampler as sampler_module
-from slca.config import Config, override
+from slca.config import override
 from slca.data.task import Task
 from slca.data.vocabulary import world_tokenizer
 from slca.data.world import KINDS, World
@@ -26,6 +26,7 @@ from slca.judge import RulesJudge, score_episodes
 from slca.learner import Batch, token_logprobs
 from slca.model import ModelConfig, Policy
 from slca.rollout import Episode, answer_turns, call_errors, make_sampler, read_turn, rollout, shorten
+from slca.settings import Config
 from slca.simulator import Simulator
 
 TOOL = {"type": "function", "function": {"name": "find_stock", "description": "share price", "parameters": {

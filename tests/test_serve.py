@@ -22,13 +22,14 @@ import torch
 
 from slca import serve
 from slca.agent import Agent, PromptTooLong, Reply, read_reply
-from slca.config import FOREIGN, SFTConfig, checkpoint_config
+from slca.config import FOREIGN, checkpoint_config
 from slca.data.task import Task
 from slca.data.vocabulary import world_tokenizer
 from slca.endpoint import Endpoint
 from slca.model import ModelConfig, new_policy
 from slca.optim import optimizers
 from slca.serve import ApiError, Server, Visible, message_of, read_request
+from slca.settings import SFTConfig
 from slca.sft import demonstration_row, sft_step
 from slca.weights import save_policy
 

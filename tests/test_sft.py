@@ -14,12 +14,12 @@ import torch
 from test_model import drawn
 
 from slca import chat, sft
-from slca.config import Flaws, SFTConfig
 from slca.data.task import Task
 from slca.data.vocabulary import world_tokenizer
 from slca.data.world import KINDS, World
 from slca.model import ModelConfig
 from slca.optim import optimizers
+from slca.settings import Flaws, SFTConfig
 from slca.sft import Row, curriculum_task, demonstration_row, rate_share, sft_step
 
 V = 41

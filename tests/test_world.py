@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from slca import chat
-from slca.config import Config, Flaws, RewardConfig
 from slca.data.families import BY_NAME, CHAT, FAMILIES
 from slca.data.vocabulary import world_tokenizer
 from slca.data.world import KINDS, OMIT_FAMILIES, REPEAT_FAMILIES, SPLITS, World
 from slca.judge import RulesJudge, names, score_episodes
 from slca.rollout import Episode
+from slca.settings import Config, Flaws, RewardConfig
 from slca.sft import curriculum_task
 from slca.simulator import Simulator, check_call, is_error, phi_check
 
@@ -104,7 +104,7 @@ def test_task_is_pure():
     want = as_json(world.task(i) for i in indices)
     assert as_json(World("heldout", 5, flaws=flaws).tasks(46, start=0))[45] == want[4] and want[0] == want[5]
     assert as_json(World("heldout", 5, flaws=flaws).task(i) for i in reversed(indices))[::-1] == want
-    code = ("import sys, json, dataclasses\nfrom slca.data.world import World\nfrom slca.config import Flaws\n"
+    code = ("import sys, json, dataclasses\nfrom slca.data.world import World\nfrom slca.settings import Flaws\n"
             f"w = World('heldout', 5, flaws=Flaws())\n"
             f"print(json.dumps([dataclasses.asdict(w.task(i)) for i in {indices}]))")
     hash_seed = "77" if os.environ.get("PYTHONHASHSEED") != "77" else "78"

@@ -9,11 +9,11 @@ import random
 from dataclasses import fields, replace
 
 from slca import chat
-from slca.config import Config
 from slca.data.task import Task
 from slca.data.toucan import DataError, load_tasks
 from slca.data.world import World
 from slca.responders import python_tools
+from slca.settings import Config
 from slca.sft import Row, curriculum_task, demonstration_row, planner_task
 
 POOL_STEPS = 8  # SFT steps whose rows are drawn together and sorted by length

@@ -32,7 +32,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from slca.agent import Agent, PromptTooLong, Reply, read_reply
-from slca.config import Config
 from slca.evaluation.bfcl_checks import (
     DIGEST,
     LIVE,
@@ -48,6 +47,7 @@ from slca.evaluation.bfcl_checks import (
     shown_tools,
 )
 from slca.evaluation.record import save, weights_sha256
+from slca.settings import Config
 
 MAX_TOKENS = 8192
 GROUPS = {"AST Non-Live": NON_LIVE, "AST Live": LIVE, "Multi-Turn": MULTI_TURN, "Overall": PAPER}

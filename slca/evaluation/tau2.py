@@ -27,7 +27,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from slca.agent import Agent
-from slca.config import FOREIGN, Config, checkpoint_config
+from slca.config import FOREIGN, checkpoint_config
 from slca.evaluation.metrics import pass_hat_k, pooled_mean
 from slca.evaluation.record import save, weights_sha256
 from slca.evaluation.tau2_dialogue import (
@@ -43,6 +43,7 @@ from slca.evaluation.tau2_dialogue import (
 )
 from slca.llm import frozen_policy
 from slca.model import Policy
+from slca.settings import Config
 
 DOMAINS = ("airline", "retail", "telecom", "mock")
 KINDS = {"plain": "plain agent", "gold": "agent shown the gold steps"}

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from slca import chat, ranks
-from slca.config import Config
 from slca.data.task import Task
 from slca.evaluation.metrics import agreement, by_subset, means, over_ranks, sums
 from slca.judge import make_judge, score_episodes
@@ -23,6 +22,7 @@ from slca.rewards import gold_steps
 from slca.rollout import CALL_OPEN, Episode, rollout
 from slca.sampler import generate
 from slca.segments import runs
+from slca.settings import Config
 from slca.simulator import Simulator
 
 BATCH = 256  # tasks rolled out at a time

@@ -31,12 +31,13 @@ import torch
 
 from slca import learner, optim
 from slca.advantages import grpo_advantages
-from slca.config import Config, override
+from slca.config import override
 from slca.data import Task
 from slca.loss import policy_loss
 from slca.model import Policy
 from slca.rollout import Episode
 from slca.sampler import Completion, generate
+from slca.settings import Config
 
 TARGETS = {("a", "fp32"): 4.0, ("b", "fp32"): 3.5, ("a", "bf16"): 5.0, ("b", "bf16"): 5.0}
 GROUP = 8
