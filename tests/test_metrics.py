@@ -8,7 +8,16 @@ import pytest
 
 from slca.config import load_config
 from slca.data import Task
-from slca.evaluation.metrics import by_subset, factor_effects, means, metrics, pass_hat_k, pooled_mean, values_right
+from slca.evaluation.metrics import (
+    by_subset,
+    factor_effects,
+    means,
+    metrics,
+    pass_hat_k,
+    pooled_mean,
+    values_right,
+    well_formed,
+)
 from slca.judge import RulesJudge, score_episodes
 from slca.rollout import Episode
 
@@ -51,6 +60,14 @@ def test_metrics_by_hand():
     kinds = by_subset(scored())
     assert kinds["chat"]["success"] == 1 and kinds["chat"]["no_call"] == 0 and kinds["call"]["no_call"] == 1 / 3
     assert means(values_right(scored())) == {"sft_copy": 1.0}  # both that call have it right; the omission is left out
+
+
+def test_well_formed_calls():
+    """Three of four that write a call tag: right, one of two blocks no JSON, a block that is never closed."""
+    found = [episode("call", GOLD, ("assistant", text)) for text in (
+        block('{"a": 1}'), block('{"a": 1}') + block('{"a": '), "<tool_call>[", "It is 41, I guess.")]
+    score_episodes(found, RulesJudge(), load_config().reward)
+    assert well_formed(found) == {"fmt": (1.5, 3)} and means(well_formed(found[3:])) == {"fmt": 0.0}
 
 
 def test_success_has_a_tolerance():

@@ -18,7 +18,7 @@ from statistics import mean, pstdev, stdev
 from slca.config import to_dict
 from slca.data.distractors import Nearness, pad_tools
 from slca.data.task import Task
-from slca.evaluation.metrics import sums
+from slca.evaluation.metrics import means, sums, well_formed
 from slca.evaluation.record import weights_sha256
 from slca.evaluation.toucan import NoTaskLeft, evaluate
 from slca.model import Policy
@@ -48,11 +48,11 @@ def run_condition(policy: Policy, tokenizer, tasks: Sequence[Task], catalogue: S
                   judge=None) -> dict:
     """Evaluate the padded tasks -> the condition's entry in the record, as JSON holds it.
 
-    metrics: those of the in-domain suite and `fmt`, the share of call blocks that are valid to the letter; None where
-    every prompt is over the limit. skipped: prompts over the limit;
-    larger: tasks that have more than K tools of their own, which stay as they are. prompt_tokens: mean, standard
-    deviation and largest of the kept ones. scores: column -> one value for each kept task; "task" is its index in
-    `tasks`; no_call is None where no call is due. simulator, judge: as `evaluate` takes them.
+    metrics: those of the in-domain suite and of `well_formed`, None where every prompt is over the limit. skipped:
+    prompts over the limit; larger: tasks that have more than K tools of their own, which stay as they are.
+    prompt_tokens: mean, standard deviation and largest of the kept ones. scores: column -> one value for each kept
+    task; "task" is its index in `tasks`; no_call is None where no call is due, fmt where none is made. simulator,
+    judge: as `evaluate` takes them.
     """
     start = time.perf_counter()
     padded = [pad_tools(t, catalogue, k, how, cfg.seed, nearness) for t in tasks] if k else list(tasks)
@@ -66,11 +66,10 @@ def run_condition(policy: Policy, tokenizer, tasks: Sequence[Task], catalogue: S
     index = {id(task): i for i, task in enumerate(padded)}  # ids of tasks may repeat over several files
     scores: dict[str, list] = {"task": [index[id(e.task)] for e in result.episodes]}
     for e in result.episodes:
-        own = sums([e], cfg.eval.success_threshold) | {"fmt": (e.rewards.fmt, 1)}
-        for name, (total, count) in own.items():
+        for name, (total, count) in (sums([e], cfg.eval.success_threshold) | well_formed([e])).items():
             scores.setdefault(name, []).append(total if count else None)
     lengths = [e.prompt_length for e in result.episodes]
-    return entry | {"metrics": result.metrics | {"fmt": mean(scores["fmt"])}, "by_subset": result.by_subset,
+    return entry | {"metrics": result.metrics | means(well_formed(result.episodes)), "by_subset": result.by_subset,
                     "gold_turns_per_task": result.gold_turns, "skipped": result.skipped,
                     "prompt_tokens": mean(lengths), "prompt_tokens_std": pstdev(lengths),
                     "prompt_tokens_max": max(lengths), "scores": scores, "seconds": time.perf_counter() - start}

@@ -65,6 +65,11 @@ def sums(episodes: Sequence[Episode], success_threshold: float = 0.9) -> Sums:
     }
 
 
+def well_formed(episodes: Sequence[Episode]) -> Sums:
+    """Share of call blocks that are valid to the letter, over episodes that open or close one."""
+    return {"fmt": _of([s.fmt for s in (e.rewards for e in episodes) if s.n_open or s.n_close])}
+
+
 def values_right(episodes: Sequence[Episode]) -> Sums:
     """Share of gold argument values that are right, over episodes that call where calls are due: the copy gate."""
     return {"sft_copy": _of([e.rewards.value for e in episodes if not e.rewards.gold_empty and e.rewards.n_predicted])}
