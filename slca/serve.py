@@ -326,7 +326,7 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         """The whole body. Raises ApiError; the connection then ends: nobody knows where the next request begins."""
         lengths = self.headers.get_all("Content-Length", [])
-        coding = self.headers.get("Transfer-Encoding", "").strip().lower()
+        coding = ", ".join(self.headers.get_all("Transfer-Encoding", [])).strip().lower()
         try:
             if coding and (coding != "chunked" or lengths):
                 raise ApiError(400, "Transfer-Encoding: expected chunked alone, and then no Content-Length")
