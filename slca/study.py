@@ -1,7 +1,8 @@
 """Run a study: every condition of a file over seeds, from one supervised checkpoint a seed, into the paper's tables.
 
     python -m slca.study configs/studies/support_control.yaml --seeds 0 1 2 [--config F.yaml ...] [--set a.b=c ...]
-                         [--out DIR] [--only NAME ...] [--ranks N] [--tables] [--columns NAME ...] [--levels X ...]
+                         [--out DIR] [--only NAME ...] [--ranks N] [--at-once N] [--tables] [--columns NAME ...]
+                         [--levels X ...]
 
 The base is --config, then --set; a condition of the file is put over both (`slca/study_plan.py`).
 
@@ -11,7 +12,8 @@ itself. Finished runs are skipped and cut-off ones gone on with, so the same com
 Each run writes to log.txt in its folder. DIR/study.json has all numbers, tables.md and tables.csv the tables. Studies
 may share a DIR: what they have in common is run once, the tables are those of the last, --tables makes another's again.
 
-Runs follow one another on this machine; nothing is queued, sent to other machines or run side by side.
+Runs follow one another on this machine, or --at-once N of them go side by side, each on its share of the cores: the
+faster way for a small model, which gains little from a second core. Nothing is queued or sent to other machines.
 """
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from slca.config import load_config
@@ -57,20 +61,45 @@ def say(text: str) -> None:
     print(text, flush=True)  # a study's output is often sent to a file
 
 
-def run_process(command: Sequence[str], log: Path, done: Callable[[], bool] = lambda: False) -> int:
+class Forwarding:
+    """Sends SIGINT and SIGTERM on to the processes begun in its `with`; it ends with Stopped where one came."""
+
+    def __init__(self):
+        self.asked: list[int] = []
+        self.running: list[subprocess.Popen] = []
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> Forwarding:
+        self.before = {number: signal.signal(number, self._send) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _send(self, number: int, frame) -> None:
+        with self.lock:
+            self.asked.append(number)
+            for process in self.running:
+                process.send_signal(number)
+
+    def add(self, process: subprocess.Popen) -> None:
+        with self.lock:
+            self.running.append(process)
+            for number in self.asked:  # those that came before it was there
+                process.send_signal(number)
+
+    def __exit__(self, kind, *_) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        if self.asked and kind is None:
+            raise Stopped(signal.Signals(self.asked[0]).name)
+
+
+def run_process(command: Sequence[str], log: Path, forwarding: Forwarding, done: Callable[[], bool] = lambda: False,
+                cores: Sequence[int] = ()) -> int:
     """Run a command with its output added to the log -> its exit status; 0 where it is done by then.
 
-    SIGINT and SIGTERM go to the process, which saves a checkpoint; once it has ended, Stopped is raised. The log stays
-    locked as long as the process lives, so one that another study left behind, killed alone, is waited for.
+    cores: those it may use; none: all. A signal makes it save a checkpoint; it is waited for. The log stays locked as
+    long as the process lives, so one that another study left behind, killed alone, is waited for.
     """
-    asked: list[int] = []
-    child: list[subprocess.Popen] = []
-
-    def forward(number: int, frame) -> None:
-        asked.append(number)
-        for process in child:
-            process.send_signal(number)
-
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,57 +110,71 @@ def run_process(command: Sequence[str], log: Path, done: Callable[[], bool] = la
                 return 0
         file.write(f"$ {shlex.join(command)}\n")
         file.flush()
-        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:  # a session of its own: Ctrl-C reaches it through `forward` alone, and once
-            child.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                                          env=os.environ | {"TQDM_MININTERVAL": "60"}))
-            for number in asked:
-                child[0].send_signal(number)
-            code = child[0].wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    if asked:
-        raise Stopped(signal.Signals(asked[0]).name)
-    return code
+        # a session of its own: Ctrl-C reaches it through `forwarding` alone, and once
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                                   env=os.environ | {"TQDM_MININTERVAL": "60"})
+        if cores:
+            os.sched_setaffinity(process.pid, cores)
+        forwarding.add(process)
+        return process.wait()
 
 
-def run_all(todo: Sequence[Job]) -> list[str]:
-    """Run what is not done, in order -> labels of what failed. One failure does not end the others."""
+def run_all(todo: Sequence[Job], at_once: int = 1) -> list[str]:
+    """Run what is not done, in order, `at_once` side by side -> labels of what failed. One failure does not end the
+    others. Raises Stopped.
+    """
     times: dict[str, list[float]] = {}
     for job in todo:
         if job.kind != "evaluate" and job.done():
             times.setdefault(job.kind, []).append(wall(job, 0.0))
     failed, bad = [], set()
-    for i, job in enumerate(todo, 1):
-        head = f"[{i}/{len(todo)}] {job.label}"
-        if job.done():
-            say(f"{head}: finished already")
-            continue
-        if bad.intersection(job.needs):
-            say(f"{head}: not run, as what it goes on from failed")
-            why = "not run"
-        else:
-            start = time.time()
-            say(f"{head}: {'goes on' if job.log.exists() else 'begins'}, output in {job.log}")
-            try:
-                job.folder.mkdir(parents=True, exist_ok=True)
-                code = run_process(job.command, job.log, job.done)
-                why = "" if job.done() else f"exit status {code}"
-            except OSError as error:
-                why = str(error)
-            if not why:
+    waiting, running = list(enumerate(todo, 1)), {}  # running: future -> (number, job, cores, begin)
+    free = [sorted(os.sched_getaffinity(0))[k::at_once] for k in range(at_once)] if at_once > 1 else [()]
+
+    def fail(head: str, job: Job, why: str, more: str = "") -> None:
+        say(f"{head}: {more or why}")
+        failed.append(f"{job.label}: {why}")
+        bad.add(job.folder)
+
+    with Forwarding() as forwarding, ThreadPoolExecutor(at_once) as pool:
+        while waiting or running:
+            for i, job in list(waiting):
+                head, later = f"[{i}/{len(todo)}] {job.label}", {j.folder for n, j in waiting if n < i}
+                if job.done():
+                    say(f"{head}: finished already")
+                elif bad.intersection(job.needs):
+                    fail(head, job, "not run", "not run, as what it goes on from failed")
+                elif forwarding.asked or not free or (later | {r[1].folder for r in running.values()}).intersection(
+                        (*job.needs, job.folder)):
+                    continue  # what it goes on from is not there yet, or there is no room
+                else:
+                    say(f"{head}: {'goes on' if job.log.exists() else 'begins'}, output in {job.log}")
+                    cores = free.pop()
+                    future = pool.submit(run_process, job.command, job.log, forwarding, job.done, cores)
+                    running[future] = head, job, cores, time.time()
+                waiting.remove((i, job))
+            if not running:
+                break  # asked to end
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                head, job, cores, start = running.pop(future)
+                free.append(cores)
+                try:
+                    code = future.result()
+                    why = "" if job.done() else f"exit status {code}"
+                except OSError as error:
+                    why = str(error)
+                if forwarding.asked and why:
+                    continue  # it saved a checkpoint and ended
+                if why:
+                    fail(head, job, why, f"FAILED ({why}); the end of {job.log}:\n{tail(job.log)}")
+                    continue
                 times.setdefault(job.kind, []).append(wall(job, time.time() - start))
                 left = [sum(times[j.kind]) / len(times[j.kind]) if j.kind in times else None
-                        for j in todo[i:] if not j.done()]
-                known = sum(x for x in left if x is not None)
+                        for j in (*(r[1] for r in running.values()), *(j for _, j in waiting)) if not j.done()]
+                known = sum(x for x in left if x is not None) / at_once
                 more = "more than " if None in left else "about "
                 togo = f"; {len(left)} to go, {more}{duration(known)}" if left else ""
                 say(f"{head}: {duration(time.time() - start)}{togo}")
-                continue
-            say(f"{head}: FAILED ({why}); the end of {job.log}:\n{tail(job.log)}")
-        failed.append(f"{job.label}: {why}")
-        bad.add(job.folder)
     return failed
 
 
@@ -218,7 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for sft in dict.fromkeys(n for names in first.values() for n in names):
             say(f"{sft}: the supervised run of {', '.join(name for name in first if sft in first[name])}")
         try:
-            failed = run_all(list(jobs(study, chosen, base, files, args.set, args.seeds, args.ranks)))
+            failed = run_all(list(jobs(study, chosen, base, files, args.set, args.seeds, args.ranks)),
+                             args.at_once)
         except (Stopped, KeyboardInterrupt) as stopped:
             say(f"stopped by {stopped or 'SIGINT'}; the same command goes on")
             status = 130
@@ -243,6 +287,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="DIR", help="the study's folder; default: runs/ and the file's name")
     parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="NAME", help="run these conditions")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes of a run (torchrun)")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N",
+                        help="runs side by side, each on 1/N of the cores (Linux)")
     parser.add_argument("--tables", action="store_true", help="run nothing: tables of what is finished in DIR")
     parser.add_argument("--columns", nargs="+", action="extend", default=[], metavar="NAME",
                         help="columns of metrics.jsonl to average over the RL steps")
@@ -253,6 +299,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.seeds = sorted(set(args.seeds))
     if min(args.seeds) < 0 or args.ranks < 1:
         parser.error("--seeds: expected numbers from 0 on; --ranks: from 1 on")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if not 1 <= args.at_once <= cores:
+        parser.error(f"--at-once: expected 1 to {cores}, the cores it may divide")
     return args
 
 

@@ -37,7 +37,7 @@ from slca.stats import (
     t_quantile,
     t_share,
 )
-from slca.study_plan import StudyError, changed, jobs, plan, read_study, settings
+from slca.study_plan import Job, StudyError, changed, jobs, plan, read_study, settings
 
 ROOT = Path(__file__).parents[1]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
@@ -275,11 +275,12 @@ class Stub:
         self.ran, self.fail, self.cut, self.stop = [], set(), set(), set()
         monkeypatch.setattr(study, "run_process", self)
 
-    def __call__(self, command, log, done):
+    def __call__(self, command, log, forwarding, done, cores):
         def after(flag):
             values = command[command.index(flag) + 1:] if flag in command else []
             return values[:next((i for i, v in enumerate(values) if v.startswith("--")), len(values))]
         out = Path(after("--out")[0])
+        log.parent.mkdir(parents=True, exist_ok=True)
         cfg = load_config(after("--config"), after("--set"))
         name = str(out.relative_to(out.parents[1]))
         log.write_bytes(f"doing {name}\rdone {name}\nlast words of {name}\n\n".encode())
@@ -439,16 +440,16 @@ def test_a_signal_reaches_the_run_once_and_is_waited_for(tmp_path, number):
 
     before = signal.getsignal(number)
     threading.Thread(target=send).start()
-    with pytest.raises(study.Stopped, match=number.name):
-        study.run_process([sys.executable, "-c", SAVES], log)
+    with pytest.raises(study.Stopped, match=number.name), study.Forwarding() as forwarding:
+        study.run_process([sys.executable, "-c", SAVES], log, forwarding)
     assert log.read_text().splitlines()[-2:] == ["ready True", f"saved {int(number)}"]
     assert signal.getsignal(number) is before
 
 
 def test_output_and_status_of_a_process(tmp_path):
-    log = tmp_path / "log.txt"
-    assert study.run_process([sys.executable, "-c", "import sys; print('one'); sys.exit('two')"], log) == 1
-    assert study.run_process([sys.executable, "-c", "print('three')"], log) == 0
+    log, forwarding = tmp_path / "log.txt", study.Forwarding()
+    assert study.run_process([sys.executable, "-c", "import sys; print('one'); sys.exit('two')"], log, forwarding) == 1
+    assert study.run_process([sys.executable, "-c", "print('three')"], log, forwarding) == 0
     lines = log.read_text().splitlines()
     assert [x for x in lines if not x.startswith("$ ")] == ["one", "two", "three"] and len(lines) == 5
     assert study.tail(log, 1) == "    three"
@@ -461,7 +462,7 @@ def test_a_run_that_a_killed_study_left_behind_is_waited_for(tmp_path, capsys):
             "stdout=f)")
     subprocess.run([sys.executable, "-c", left, str(log)], check=True)  # the parent is gone, its child goes on
     wait_for(log, "1")
-    assert study.run_process([sys.executable, "-c", "print('after')"], log) == 0
+    assert study.run_process([sys.executable, "-c", "print('after')"], log, study.Forwarding()) == 0
     assert "waits for a process" in capsys.readouterr().out
     assert [x for x in log.read_text().splitlines() if not x.startswith("$ ")] == ["1", "2", "after"]
 
@@ -471,8 +472,66 @@ def test_what_was_waited_for_may_have_done_it(tmp_path):
     with log.open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         threading.Timer(0.3, lambda: fcntl.flock(held, fcntl.LOCK_UN)).start()
-        assert study.run_process([sys.executable, "-c", "print('again')"], log, lambda: True) == 0
+        assert study.run_process([sys.executable, "-c", "print('again')"], log, study.Forwarding(), lambda: True) == 0
     assert log.read_text() == ""
+
+
+MEETS = """import os, sys, time
+from pathlib import Path
+here, *others = map(Path, sys.argv[1:])
+assert all((p / "done").exists() for p in others if p.name[0] == here.name[0]), "what it goes on from is not there"
+(here / "begun").touch()
+end = time.time() + 20
+while not all((p / "begun").exists() for p in others) and time.time() < end:
+    time.sleep(0.02)
+(here / "done").write_text(f"{sorted(os.sched_getaffinity(0))} {time.time() < end}")
+"""
+
+
+def meeting(root: Path, name: str, needs: list[str], meets: list[str], code: str = MEETS) -> Job:
+    """A job that waits for those of `meets` to begin, so it only succeeds beside them."""
+    folder = root / name
+    command = [sys.executable, "-c", code, *(str(root / n) for n in (name, *needs, *meets))]
+    return Job(name, "evaluate", folder, tuple(root / n for n in needs), command, folder / "log.txt",
+               (folder / "done").exists)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_runs_side_by_side_have_a_core_each_and_what_they_need(tmp_path, capsys):
+    """a1 goes on from a0, b1 from b0; the two lines run beside each other, not one after the other."""
+    todo = [meeting(tmp_path, "a0", [], ["b0"]), meeting(tmp_path, "a1", ["a0"], ["b1"]),
+            meeting(tmp_path, "b0", [], ["a0"]), meeting(tmp_path, "b1", ["b0"], ["a1"])]
+    assert study.run_all(todo, 2) == []
+    cores = {job.label: (job.folder / "done").read_text().rsplit(" ", 1) for job in todo}
+    assert all(met == "True" for _, met in cores.values()), capsys.readouterr().out
+    assert cores["a0"][0] != cores["b0"][0] and cores["a1"][0] != cores["b1"][0]
+    half = len(os.sched_getaffinity(0)) / 2
+    assert all(half - 1 < len(json.loads(c)) < half + 1 for c, _ in cores.values())
+    assert study.run_all(todo, 2) == [] and "[4/4] b1: finished already" in capsys.readouterr().out
+
+
+def test_a_failure_ends_its_own_line_alone(tmp_path):
+    todo = [meeting(tmp_path, "a0", [], [], "import sys; sys.exit(3)"), meeting(tmp_path, "a1", ["a0"], []),
+            meeting(tmp_path, "b0", [], []), meeting(tmp_path, "b1", ["b0"], [])]
+    assert study.run_all(todo, min(2, len(os.sched_getaffinity(0)))) == ["a0: exit status 3", "a1: not run"]
+    assert (tmp_path / "b1" / "done").exists()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_signal_ends_all_that_run_and_begins_no_other(tmp_path):
+    todo = [meeting(tmp_path, name, [], [], SAVES) for name in ("a", "b", "c")]
+
+    def send() -> None:
+        for name in ("a", "b"):
+            wait_for(tmp_path / name / "log.txt", "\nready")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    with pytest.raises(study.Stopped, match="SIGTERM"):
+        study.run_all(todo, 2)
+    for name in ("a", "b"):
+        assert (tmp_path / name / "log.txt").read_text().splitlines()[-1] == f"saved {int(signal.SIGTERM)}"
+    assert not (tmp_path / "c").exists()
 
 
 def test_settings_reach_yaml_as_they_are():
