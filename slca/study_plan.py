@@ -234,8 +234,8 @@ def refuse_other(runs: Sequence[Run]) -> None:
 def jobs(study: dict, planned: Plan, base: Config, files: Sequence[str], sets: Sequence[str], seeds: Sequence[int],
          ranks: int) -> Iterator[Job]:
     """What to run, seed by seed, each supervised run once. files, sets: the --config and --set that make the base."""
-    python = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node",
-                                                  str(ranks)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    python = torchrun if ranks > 1 else torchrun[:1]  # standalone: on a free port, as others may run beside it
     there: set[Path] = set()
     for seed in seeds:
         for by_seed in planned.values():

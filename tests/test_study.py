@@ -261,9 +261,10 @@ def test_conditions_share_a_supervised_run_where_sft_reads_the_same():
     commands = {job.label: job.command for job in jobs(text, {"c": {4: found["c"]}}, base, [TINY], ["sft.lr=0.01"],
                                                        [4], 2)}
     command = commands["c, seed 4"]
-    assert command[1:6] == ["-m", "torch.distributed.run", "--nproc_per_node", "2", str(ROOT / "train.py")]
-    assert command[6:10] == ["--config", TINY, "--set", "sft.lr=0.01"] and command[-1] == "--resume"
-    assert load_config([TINY], command[9:command.index("--out")]) == rl.cfg
+    assert command[1:7] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                            str(ROOT / "train.py")]
+    assert command[7:11] == ["--config", TINY, "--set", "sft.lr=0.01"] and command[-1] == "--resume"
+    assert load_config([TINY], command[10:command.index("--out")]) == rl.cfg
 
 
 # --- whole studies, with a stub for the processes --------------------------------------------------------------------
