@@ -128,7 +128,7 @@ def run_all(todo: Sequence[Job], at_once: int = 1) -> list[str]:
         if job.kind != "evaluate" and job.done():
             times.setdefault(job.kind, []).append(wall(job, 0.0))
     failed, bad = [], set()
-    waiting, running = list(enumerate(todo, 1)), {}  # running: future -> (number, job, cores, begin)
+    waiting, running = list(enumerate(todo, 1)), {}  # running: future -> (head, job, cores, start)
     free = [sorted(os.sched_getaffinity(0))[k::at_once] for k in range(at_once)] if at_once > 1 else [()]
 
     def fail(head: str, job: Job, why: str, more: str = "") -> None:
