@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 
 from slca.config import load_config
@@ -101,22 +102,34 @@ def run_process(command: Sequence[str], log: Path, forwarding: Forwarding, done:
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"    waits for a process of another study, which still writes to {log}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if done():
-                return 0
+        waited = False
+        while not _locked(file) and not forwarding.asked:
+            if not waited:
+                say(f"    waits for a process of another study, which still writes to {log}")
+            waited = True
+            time.sleep(0.2)  # not in the lock: a signal ends the wait
+        if forwarding.asked:
+            return 1
+        if waited and done():
+            return 0
         file.write(f"$ {shlex.join(command)}\n")
         file.flush()
         # a session of its own: Ctrl-C reaches it through `forwarding` alone, and once
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                                    env=os.environ | {"TQDM_MININTERVAL": "60"})
-        if cores:
-            os.sched_setaffinity(process.pid, cores)
         forwarding.add(process)
+        if cores:
+            with suppress(OSError):  # cores that were taken away since
+                os.sched_setaffinity(process.pid, cores)
         return process.wait()
+
+
+def _locked(file) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def run_all(todo: Sequence[Job], at_once: int = 1) -> list[str]:
@@ -134,18 +147,19 @@ def run_all(todo: Sequence[Job], at_once: int = 1) -> list[str]:
     def fail(head: str, job: Job, why: str, more: str = "") -> None:
         say(f"{head}: {more or why}")
         failed.append(f"{job.label}: {why}")
-        bad.add(job.folder)
+        if job.kind != "evaluate":
+            bad.add(job.folder)
 
     with Forwarding() as forwarding, ThreadPoolExecutor(at_once) as pool:
         while waiting or running:
             for i, job in list(waiting):
-                head, later = f"[{i}/{len(todo)}] {job.label}", {j.folder for n, j in waiting if n < i}
+                head = f"[{i}/{len(todo)}] {job.label}"
+                before = [*(j for n, j in waiting if n < i), *(r[1] for r in running.values())]
                 if job.done():
                     say(f"{head}: finished already")
                 elif bad.intersection(job.needs):
                     fail(head, job, "not run", "not run, as what it goes on from failed")
-                elif forwarding.asked or not free or (later | {r[1].folder for r in running.values()}).intersection(
-                        (*job.needs, job.folder)):
+                elif forwarding.asked or not free or any(j.folder in job.needs for j in before if j.kind != "evaluate"):
                     continue  # what it goes on from is not there yet, or there is no room
                 else:
                     say(f"{head}: {'goes on' if job.log.exists() else 'begins'}, output in {job.log}")

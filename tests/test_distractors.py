@@ -282,7 +282,8 @@ def test_prompts_over_the_limit_are_counted(checkpoint, tokenizer):
     assert some["scores"]["process"] == [five["scores"]["process"][i] for i in some["scores"]["task"]]
     due = [None if not t.gold_calls else 1.0 for t in tasks]  # six tokens are no call
     assert five["scores"]["no_call"] == due and None in due and five["metrics"]["no_call"] == 1
-    assert five["scores"]["fmt"] == [None] * 4 and five["metrics"]["fmt"] == 0
+    assert five["scores"]["fmt"] == [None] * 4 and five["metrics"]["fmt"] is None
+    assert restricted({"own": own, "five": five})["metrics"]["five"]["fmt"] is None and " - " in table({"five": five})
     none = run_condition(policy, tokenizer, tasks, TINY, "hard", 5, load_config([], [*SETTINGS,
                                                                                      "eval.max_prompt_tokens=20"]))
     assert (none["skipped"], none["metrics"], none["prompt_tokens"], none["scores"]) == (4, None, None, {})

@@ -489,11 +489,11 @@ while not all((p / "begun").exists() for p in others) and time.time() < end:
 """
 
 
-def meeting(root: Path, name: str, needs: list[str], meets: list[str], code: str = MEETS) -> Job:
+def meeting(root: Path, name: str, needs: list[str], meets: list[str], code: str = MEETS, kind: str = "rl") -> Job:
     """A job that waits for those of `meets` to begin, so it only succeeds beside them."""
     folder = root / name
     command = [sys.executable, "-c", code, *(str(root / n) for n in (name, *needs, *meets))]
-    return Job(name, "evaluate", folder, tuple(root / n for n in needs), command, folder / "log.txt",
+    return Job(name, kind, folder, tuple(root / n for n in needs), command, folder / "log.txt",
                (folder / "done").exists)
 
 
@@ -509,6 +509,26 @@ def test_runs_side_by_side_have_a_core_each_and_what_they_need(tmp_path, capsys)
     half = len(os.sched_getaffinity(0)) / 2
     assert all(half - 1 < len(json.loads(c)) < half + 1 for c, _ in cores.values())
     assert study.run_all(todo, 2) == [] and "[4/4] b1: finished already" in capsys.readouterr().out
+
+
+def test_a_signal_ends_the_wait_for_a_process_of_another_study(tmp_path):
+    """Nothing is begun once the lock is free."""
+    job = meeting(tmp_path, "a", [], [])
+    job.folder.mkdir()
+    with job.log.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(study.Stopped, match="SIGINT"):
+            study.run_all([job])
+    assert job.log.read_text() == ""
+
+
+def test_a_failed_evaluation_spoils_no_checkpoint(tmp_path):
+    run = meeting(tmp_path, "a0", [], [])
+    bad = run._replace(label="of a0", kind="evaluate", needs=(run.folder,), log=run.folder / "evaluate.txt",
+                       command=[sys.executable, "-c", "import sys; sys.exit(3)"], done=lambda: False)
+    assert study.run_all([run, bad, meeting(tmp_path, "a1", ["a0"], [])]) == ["of a0: exit status 3"]
+    assert (tmp_path / "a1" / "done").exists()
 
 
 def test_a_failure_ends_its_own_line_alone(tmp_path):

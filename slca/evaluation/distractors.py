@@ -18,7 +18,7 @@ from statistics import mean, pstdev, stdev
 from slca.config import to_dict
 from slca.data.distractors import Nearness, pad_tools
 from slca.data.task import Task
-from slca.evaluation.metrics import means, sums, well_formed
+from slca.evaluation.metrics import sums, well_formed
 from slca.evaluation.record import weights_sha256
 from slca.evaluation.toucan import NoTaskLeft, evaluate
 from slca.model import Policy
@@ -69,7 +69,9 @@ def run_condition(policy: Policy, tokenizer, tasks: Sequence[Task], catalogue: S
         for name, (total, count) in (sums([e], cfg.eval.success_threshold) | well_formed([e])).items():
             scores.setdefault(name, []).append(total if count else None)
     lengths = [e.prompt_length for e in result.episodes]
-    return entry | {"metrics": result.metrics | means(well_formed(result.episodes)), "by_subset": result.by_subset,
+    total, written = well_formed(result.episodes)["fmt"]
+    fmt = total / written if written else None  # 0 would say that all calls are broken where none is made
+    return entry | {"metrics": result.metrics | {"fmt": fmt}, "by_subset": result.by_subset,
                     "gold_turns_per_task": result.gold_turns, "skipped": result.skipped,
                     "prompt_tokens": mean(lengths), "prompt_tokens_std": pstdev(lengths),
                     "prompt_tokens_max": max(lengths), "scores": scores, "seconds": time.perf_counter() - start}
@@ -92,7 +94,8 @@ def restricted(entries: Mapping[str, dict]) -> dict:
     for name, scores in kept.items():
         values = {m: [scores[m][i] for i in rows[name]] for m in scores if m != "task"}
         counted = {m: [v for v in column if v is not None] for m, column in values.items()}
-        found["metrics"][name] = {m: fsum(c) / len(c) if c else 0.0 for m, c in counted.items()} | {"n": len(common)}
+        found["metrics"][name] = {m: fsum(c) / len(c) if c else None if m == "fmt" else 0.0
+                                  for m, c in counted.items()} | {"n": len(common)}
         first = first or values["success"]
         change = [b - a for a, b in zip(first, values["success"], strict=True)]
         half = 1.96 * stdev(change) / sqrt(len(change)) if len(change) > 1 else None
