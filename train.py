@@ -450,7 +450,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="a.b=c", help="settings by name")
     parser.add_argument("--out", metavar="DIR", help="the run's folder; default: runs/ and the time")
     parser.add_argument("--resume", action="store_true",
-                        help="go on in --out after its last finished stage, with its configuration and any --set")
+                        help="go on in --out after its last good checkpoint, with its configuration and any --set")
     parser.add_argument("--profile", action="store_true", help="print time and tokens of each phase of every RL step")
     parser.add_argument("--dry-run", action="store_true", help="show the first batches and stop")
     return parser.parse_args()

@@ -22,7 +22,7 @@ GLOSSARY = {
     "phase": "Part of the run the line belongs to: sft or rl.",
     "step": "Optimiser step in sft, rollout step in rl; counts up from 1 without gaps.",
     "time_s": "Wall-clock seconds of the step; steady, and falling where rollouts get shorter.",
-    "rollout_s": "Seconds of the step spent sampling and simulating; the larger part of time_s.",
+    "rollout_s": "Seconds of the step spent sampling, simulating and judging.",
     "learn_s": "Seconds of the step spent on log-probabilities and updates.",
     "tok_s": "Policy tokens sampled a second of rollout time; steady.",
     "lr": "Learning rate of the step; follows the configured schedule.",
@@ -45,7 +45,7 @@ GLOSSARY = {
     "response_tokens": "Mean response tokens, tool results included; no runaway growth.",
     "responder_failures": "Mean calls of a rollout without an answer: the responder raised, hung or gave no text; 0.",
     "judge_failures": "Share of rollouts whose reply the judge failed to rate, so that it got judge.failure_score; 0.",
-    "judge_agreement": "Share of rated replies on which judge and rules (without noise) agree; 1 for these rules.",
+    "judge_agreement": "Share of rated replies on which judge and exact rules agree; 1 with the rules judge.",
     "frozen_asked": "Chats that a frozen model (simulator or judge) wrote an answer to; absent without one.",
     "frozen_cached": "Chats whose answer was remembered from an earlier one; rises as calls repeat.",
     "frozen_tok_s": "Tokens a second of a frozen model in process, over all ranks; steady, 0 at a server.",
@@ -58,7 +58,7 @@ GLOSSARY = {
     "dead_summary": "Share of groups without any summary signal (equal scores); near 1 means nothing left to learn.",
     "leak_flips": "Share of tool tokens on which one advantage for all (GRPO's) has the other sign than the tool "
                   "stream; 0 where the summary reward carries nothing into the calls.",
-    "leak_share": "Summary's part of the advantage that tool tokens would get so, by size; 0 to 1.",
+    "leak_share": "Summary's part of the advantage that tool tokens would get under GRPO, by size; 0 to 1.",
     "grad_norm_tool": "Norm of the gradient of tool tokens alone, each log.stream_gradients steps.",
     "grad_norm_summary": "Norm of the gradient of summary tokens alone, likewise.",
     "grad_cosine": "Cosine of these two gradients; near 0 where the streams do not disturb each other.",
@@ -81,7 +81,7 @@ GLOSSARY = {
     "sft_copy": "Share of right argument values on validation tasks where calls were made: the copy gate; jumps once "
                 "copying is learnt.",
     **{f"val_{name}": f"Validation, greedy: {text}" for name, text in {
-        "reward": "mean total reward; rises.", "process": "mean process score; rises.",
+        "process": "mean process score; rises.",
         "summary": "mean summary score; rises.", "success": "share of process scores of at least 0.9; rises.",
         "name_f1": "F1 of tool names; rises.", "arg_match": "mean of the two argument scores; rises.",
         "parallel": "share of right first-step counts; rises.", "no_call": "share of omitted calls; falls.",

@@ -8,19 +8,16 @@ What is done of the API and what is not says `completions.py`. Left out: TLS.
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import re
 import secrets
 import signal
 import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from urllib.parse import unquote
@@ -44,10 +41,8 @@ from slca.config import FOREIGN, checkpoint_config
 from slca.learner import use_threads
 from slca.tokenizer import load_tokenizer
 from slca.weights import load_policy
+from slca.wire import Wire
 
-MAX_BODY = 8 * 2**20  # bytes of a request
-READ_S, IDLE_S, WRITE_S = 30.0, 120.0, 30.0  # seconds: a whole request, between two of a connection, one write
-LINGER_S, LINGER_BYTES = 2.0, 64 * 2**20  # what is still read of a request that was refused unread
 POLL_S, GRACE_S = 0.2, 5.0  # looks after a client that waits; time for running requests at shutdown
 SPARE_CONNECTIONS = 64  # beyond one a request: idle ones, and those that ask for /health
 
@@ -150,65 +145,10 @@ def _wait(done: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
-class Timed(io.RawIOBase):
-    """Reads a socket. What comes between two `rest()`s must be there READ_S after its first byte."""
-
-    def __init__(self, sock: socket.socket):
-        self.sock, self.until = sock, None
-
-    def rest(self) -> None:
-        self.until = None
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        left = IDLE_S if self.until is None else self.until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self.sock.settimeout(left)
-        count = self.sock.recv_into(buffer)
-        if self.until is None:
-            self.until = time.monotonic() + READ_S
-        return count
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version, server_version, sys_version = "HTTP/1.1", "slca", ""
-    disable_nagle_algorithm = True
+class Handler(Wire):
     server: Server
 
-    def setup(self):
-        super().setup()
-        self.timed = Timed(self.connection)
-        self.rfile = io.BufferedReader(self.timed)
-
-    def handle_one_request(self):
-        self.timed.rest()
-        self.streaming = False
-        super().handle_one_request()
-
-    def respond(self):
-        self.server.count("answering", 1)
-        try:
-            self._route(self.path.split("?")[0], self._body())
-        except ApiError as error:
-            self._fail(error)
-        except TimeoutError:
-            self.close_connection = True
-            if not self.streaming:
-                self._fail(ApiError(408, f"the request was not complete within {READ_S:g} s"))
-        except ConnectionError:
-            self.close_connection = True
-        except Exception:
-            traceback.print_exc()
-            self._fail(ApiError(500, "internal error"))
-        finally:
-            self.server.count("answering", -1)
-
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = respond
-
-    def _route(self, path: str, body: bytes) -> None:
+    def route(self, path: str, body: bytes) -> None:
         server, known = self.server, {"/health": "GET", "/v1/models": "GET", "/v1/chat/completions": "POST"}
         one = path.startswith("/v1/models/")
         method = "GET" if one else known.get(path)
@@ -218,13 +158,13 @@ class Handler(BaseHTTPRequestHandler):
             raise ApiError(405, f"{path[:100]} takes {method}, not {self.command}")
         if path == "/health":
             gone = server.draining.is_set()
-            return self._send(503 if gone else 200, {"status": "shutting down" if gone else "ok",
+            return self.send(503 if gone else 200, {"status": "shutting down" if gone else "ok",
                                                      "running_or_waiting": server.used, "places": server.places})
         if method == "GET":
             card = {"id": server.model, "object": "model", "created": server.started, "owned_by": "slca"}
             if one:
                 same_model(unquote(path.removeprefix("/v1/models/")), server.model)
-            return self._send(200, card if one else {"object": "list", "data": [card]})
+            return self.send(200, card if one else {"object": "list", "data": [card]})
         try:
             ask = read_request(json.loads(body, parse_constant=_no_number), server.model, server.tokenizer)
         except (ValueError, RecursionError) as error:
@@ -251,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
                 k, new = 0, None
             if self.server.stopping.is_set():
                 raise ApiError(503, "shutting down")
-            if self._hung_up():
+            if self.hung_up():
                 raise ConnectionAbortedError
             if isinstance(new, PromptTooLong):
                 raise ApiError(400, str(new), "messages", "context_length_exceeded") from new
@@ -260,16 +200,6 @@ class Handler(BaseHTTPRequestHandler):
             n -= isinstance(new, Reply)
             if new is not None:
                 yield k, new
-
-    def _hung_up(self) -> bool:
-        """Has the client closed its side? What it may have sent ahead stays unread."""
-        self.connection.settimeout(0)
-        try:
-            return self.connection.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     def _whole(self, ask: Ask, head: dict, news: Iterator) -> None:
         replies = dict(news)
@@ -282,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
             message |= {"tool_calls": called(calls)} if calls else {}
             choices.append({"index": k, "message": message, "finish_reason": finish_reason(reply, calls),
                             "logprobs": self._logprobs(ask, reply.ids, reply.logprobs)})
-        self._send(200, head | {"object": "chat.completion", "choices": choices,
+        self.send(200, head | {"object": "chat.completion", "choices": choices,
                                 "usage": usage_of([replies[k] for k in range(ask.n)])})
 
     def _stream(self, ask: Ask, head: dict, news: Iterator) -> None:
@@ -294,12 +224,12 @@ class Handler(BaseHTTPRequestHandler):
 
         def tell(k: int, delta: dict, reason: str | None = None) -> None:
             logprobs, held[k] = self._logprobs(ask, *held[k]), ([], [])
-            self._event(head | {"choices": [{"index": k, "delta": delta, "logprobs": logprobs,
+            self.event(head | {"choices": [{"index": k, "delta": delta, "logprobs": logprobs,
                                              "finish_reason": reason}]})
 
         for k, new in news:
             if not self.streaming:
-                self._start_stream()
+                self.start_stream()
                 for j in range(ask.n):
                     tell(j, {"role": "assistant", "content": ""})
             if isinstance(new, Reply):
@@ -315,126 +245,12 @@ class Handler(BaseHTTPRequestHandler):
                 for delta in seen[k].add(piece):
                     tell(k, delta)
         if ask.with_usage:
-            self._event(head | {"choices": [], "usage": usage_of([replies[k] for k in range(ask.n)])})
-        self._write(b"data: [DONE]\n\n")
-        self._write(b"")
+            self.event(head | {"choices": [], "usage": usage_of([replies[k] for k in range(ask.n)])})
+        self.write(b"data: [DONE]\n\n")
+        self.write(b"")
 
     def _logprobs(self, ask: Ask, ids: Sequence[int], logprobs: Sequence[float]) -> dict | None:
         return {"content": self.server.token_bytes.entries(ids, logprobs), "refusal": None} if ask.logprobs else None
-
-    # ------------------------------------------------------------------------------------------------------------- HTTP
-    def _body(self) -> bytes:
-        """The whole body. Raises ApiError; the connection then ends: nobody knows where the next request begins."""
-        lengths = self.headers.get_all("Content-Length", [])
-        coding = ", ".join(self.headers.get_all("Transfer-Encoding", [])).strip().lower()
-        try:
-            if coding and (coding != "chunked" or lengths):
-                raise ApiError(400, "Transfer-Encoding: expected chunked alone, and then no Content-Length")
-            if coding:
-                return self._chunks()
-            if not lengths:
-                if self.command == "POST":
-                    raise ApiError(411, "Content-Length: missing")
-                return b""
-            if len(set(lengths)) > 1 or not re.fullmatch("[0-9]{1,18}", lengths[0].strip(), re.ASCII):
-                raise ApiError(400, f"Content-Length: expected a number of bytes, found {lengths[0][:50]!r}")
-            return self._exactly(int(lengths[0]), 0)
-        except ApiError:
-            self.unread = self.close_connection = True
-            raise
-
-    def _exactly(self, count: int, before: int) -> bytes:
-        if before + count > MAX_BODY:
-            raise ApiError(413, f"the body has more than {MAX_BODY} bytes")
-        data = self.rfile.read(count)
-        if len(data) < count:
-            raise ConnectionAbortedError("the client hung up within its request")
-        return data
-
-    def _chunks(self) -> bytes:
-        body = bytearray()
-        while True:
-            size = self.rfile.readline(1000).split(b";")[0].strip()
-            if not re.fullmatch(b"[0-9A-Fa-f]{1,8}", size):
-                raise ApiError(400, f"a chunk's size in hexadecimal was expected, found {size[:50]!r}")
-            if int(size, 16) == 0:
-                break
-            body += self._exactly(int(size, 16), len(body))
-            if self.rfile.readline(3) not in (b"\r\n", b"\n"):
-                raise ApiError(400, "a chunk does not end where it says")
-        for _ in range(100):  # trailers
-            if self.rfile.readline(65537) in (b"\r\n", b"\n", b""):
-                return bytes(body)
-        raise ApiError(400, "more than 100 trailers")
-
-    def _send(self, status: int, answer: dict, **headers: str) -> None:
-        data = json.dumps(answer).encode()
-        self.close_connection = self.close_connection or self.server.draining.is_set()
-        self.connection.settimeout(WRITE_S)
-        self.send_response(status)
-        headers |= {"Content-Type": "application/json", "Content-Length": str(len(data))}
-        headers |= {"Connection": "close"} if self.close_connection else {}
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(b"" if self.command == "HEAD" else data)
-
-    def _fail(self, error: ApiError) -> None:
-        try:
-            if self.streaming:  # its status is out: the error comes as an event, and no [DONE]
-                self.close_connection = True
-                self._event(error.body)
-                return self._write(b"")
-            more = {"Retry_After": "1"} if error.status == 503 else {}
-            self._send(error.status, error.body, **more)
-            if getattr(self, "unread", False):
-                self._linger()
-        except (ConnectionError, TimeoutError):
-            self.close_connection = True
-
-    def _linger(self) -> None:
-        """Read on for a while: closing on unread bytes resets the connection, perhaps before the answer is seen."""
-        self.connection.shutdown(socket.SHUT_WR)
-        end, left = time.monotonic() + LINGER_S, LINGER_BYTES
-        while left > 0 and (wait := end - time.monotonic()) > 0:
-            self.connection.settimeout(wait)
-            count = len(self.connection.recv(2**16))
-            left = left - count if count else 0
-
-    def log_message(self, *args):
-        pass  # clients see their errors; the server's own are printed with their traceback
-
-    def send_error(self, code, message=None, explain=None):
-        """What the base class refuses (no HTTP, an unknown method, too long a line), in our form."""
-        self.close_connection = self.unread = True
-        self.streaming, self.request_version = False, self.protocol_version
-        self._fail(ApiError(405 if code == 501 else int(code), message or "not a request this server takes"))
-
-    def _start_stream(self) -> None:
-        self.streaming = True
-        self.chunked = self.request_version == "HTTP/1.1"
-        self.close_connection = self.close_connection or not self.chunked or self.server.draining.is_set()
-        self.connection.settimeout(WRITE_S)
-        self.send_response(200)
-        for name, value in {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}.items():
-            self.send_header(name, value)
-        if self.chunked:
-            self.send_header("Transfer-Encoding", "chunked")
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-
-    def _event(self, data: dict) -> None:
-        self._write(f"data: {json.dumps(data)}\n\n".encode())
-
-    def _write(self, data: bytes) -> None:
-        """A chunk of a stream; the empty one ends it."""
-        self.connection.settimeout(WRITE_S)
-        if self.chunked:
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-        elif data:
-            self.wfile.write(data)
-
 
 def _no_number(name: str):
     raise ValueError(f"{name} is no JSON number")

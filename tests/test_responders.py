@@ -389,7 +389,7 @@ def test_the_readmes_example_trains(folder, tmp_path):
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     blocks = re.findall(r"```\w*\n(.*?)```", readme[readme.index("## Your tools"):], re.DOTALL)
     (tmp_path / "my_tools.py").write_text(blocks[0])
-    (tmp_path / "my_tasks.jsonl").write_text("\n".join(line for line in blocks[1].split("\n") if line.startswith("{")))
+    (tmp_path / "my_tasks.jsonl").write_text(blocks[1])
     words = blocks[2].replace("\\\n", " ").replace("=DIR", f"={folder}").split()
     assert words[:2] == ["torchrun", "train.py"]
     run = subprocess.run([sys.executable, str(Path(__file__).parent.parent / "train.py"), *words[2:], "rl.steps=1",

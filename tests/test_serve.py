@@ -20,15 +20,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from slca import serve
+from slca import serve, wire
 from slca.agent import Agent, PromptTooLong, Reply, read_reply
+from slca.completions import ApiError, Visible, message_of, read_request
 from slca.config import FOREIGN, checkpoint_config
 from slca.data.task import Task
 from slca.data.vocabulary import world_tokenizer
 from slca.endpoint import Endpoint
 from slca.model import ModelConfig, new_policy
 from slca.optim import optimizers
-from slca.serve import ApiError, Server, Visible, message_of, read_request
+from slca.serve import Server
 from slca.settings import SFTConfig
 from slca.sft import demonstration_row, sft_step
 from slca.weights import save_policy
@@ -572,7 +573,7 @@ BODY = json.dumps({"model": "mine", "messages": [user("hi")]}).encode()
 
 
 @pytest.mark.parametrize("data, status", [
-    (head("Content-Length: 99999999999"), 413), (head(f"Content-Length: {serve.MAX_BODY + 1}"), 413),
+    (head("Content-Length: 99999999999"), 413), (head(f"Content-Length: {wire.MAX_BODY + 1}"), 413),
     (head("Content-Length: -5"), 400), (head("Content-Length: 5x"), 400), (head("Content-Length: ²"), 400),
     (head("Content-Length: 5", "Content-Length: 6"), 400), (head(), 411),
     (head("Transfer-Encoding: gzip"), 400),
@@ -585,7 +586,7 @@ BODY = json.dumps({"model": "mine", "messages": [user("hi")]}).encode()
     (b"nonsense\r\n\r\n", 400), (b"GET / HTTP/9.9\r\n\r\n", 505), (b"GET /" + b"x" * 70000 + b" HTTP/1.1\r\n\r\n", 414),
     (head(*["X: y"] * 200), 431), (head("X: " + "y" * 70000), 431)])
 def test_requests_that_are_none(data, status, play, monkeypatch):
-    monkeypatch.setattr(serve, "LINGER_S", 0.3)
+    monkeypatch.setattr(wire, "LINGER_S", 0.3)
     server, script = play()
     answer = raw(server, data)
     first, _, rest = answer.partition(b"\r\n")
@@ -596,8 +597,8 @@ def test_requests_that_are_none(data, status, play, monkeypatch):
 
 def test_a_body_that_is_too_large_is_answered_although_it_comes(play):
     server, _ = play()
-    status, found = ask(server, data=b"x" * (serve.MAX_BODY + 3 * 2**20))
-    assert status == 413 and str(serve.MAX_BODY) in found["error"]["message"]
+    status, found = ask(server, data=b"x" * (wire.MAX_BODY + 3 * 2**20))
+    assert status == 413 and str(wire.MAX_BODY) in found["error"]["message"]
     assert ask(server, messages=[user("x" * 2**22)])[0] == 200
 
 
@@ -628,8 +629,8 @@ def test_half_sent_requests_hold_up_nobody(play):
 
 
 def test_slow_requests_time_out(play, monkeypatch):
-    monkeypatch.setattr(serve, "READ_S", 0.4)
-    monkeypatch.setattr(serve, "IDLE_S", 0.4)
+    monkeypatch.setattr(wire, "READ_S", 0.4)
+    monkeypatch.setattr(wire, "IDLE_S", 0.4)
     server, script = play()
     whole = head(f"Content-Length: {len(BODY)}", body=BODY)
     assert raw(server, b"") == raw(server, whole[:30]) == b""  # idle; its head is not whole
