@@ -362,6 +362,7 @@ class Run:
                     raise OSError("lines of metrics.jsonl wait to be written")
                 folder = checkpoint.save(self.folder / "checkpoints", phase, step, self.policy, found, self.tokenizer,
                                          to_dict(self.cfg), extra, cfg.keep)
+                self.write_summary()  # its seconds, for a run that goes on from here
                 if stop:
                     self.say(f"{signal.Signals(stop).name}: stopped after {phase} step {step}, saved in {folder}; "
                              "--resume goes on")

@@ -108,6 +108,22 @@ def test_killed_in_the_middle_of_both_stages(straight, tmp_path):
     same(run(folder), straight)
 
 
+def test_the_seconds_before_a_kill_count(tmp_path, monkeypatch):
+    """What summary.json says at the kill is the time up to the last checkpoint, and what a resumed run adds to."""
+    plain, path, walls = train.sft_step, tmp_path / "run" / "summary.json", []
+
+    def slow(*args):
+        walls.append(json.loads(path.read_text())["wall_s"])
+        if len(walls) == 4:  # the checkpoint is of step 2
+            raise KeyboardInterrupt
+        time.sleep(0.3)
+        return plain(*args)
+    monkeypatch.setattr(train, "sft_step", slow)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run")
+    assert walls[3] >= walls[0] + 0.5  # 2 x .3, in tenths
+
+
 @pytest.mark.parametrize("function, count, after", [
     ("save_file", 3, True), pytest.param("save_file", 3, False, marks=pytest.mark.slow),
     ("publish", 4, False), pytest.param("publish", 4, True, marks=pytest.mark.slow)],
