@@ -7,8 +7,10 @@ mixture of experts, and rope scalings other than llama3 and linear (refused by n
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 AVX512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+CPUINFO = Path("/proc/cpuinfo")
+INTEL = "GenuineIntel" in (CPUINFO.read_text() if CPUINFO.exists() else platform.processor())
+MKL_512 = AVX512 and INTEL  # MKL uses AVX-512 on Intel's CPUs alone
 MANY_ROWS = 512
 PLAIN_SCORES = 2 ** 20  # queries times keys of a head up to which plain attention is the faster
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -132,10 +137,10 @@ def bf16_runs(device: torch.device) -> bool:
 
 
 def onednn_runs(weight: Tensor) -> bool:
-    """Do oneDNN's kernels multiply by this matrix?"""
+    """Do oneDNN's kernels multiply by this matrix? Float32 is MKL's where that uses AVX-512 (weight gradients: 2 x)."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype == torch.float32 or weight.dtype == torch.bfloat16 and bf16_runs(weight.device)
+    return weight.dtype == torch.float32 and not MKL_512 or weight.dtype == torch.bfloat16 and bf16_runs(weight.device)
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -162,7 +167,7 @@ class _Product(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear; many rows of float32 by oneDNN where the CPU has AVX-512, which MKL may not use (on AMD: 2 x).
+    """F.linear; many rows of float32 by oneDNN where the CPU has AVX-512 and MKL does not use it (on AMD: 2 x).
 
     (Few rows gain little, and are the bits other libraries get.)
     """

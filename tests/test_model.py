@@ -191,6 +191,7 @@ def test_products_by_onednn_are_torchs(monkeypatch, bias, shape):
     results, used, plain = [], [], model_module.onednn
     monkeypatch.setattr(model_module, "onednn", lambda *a: used.append(1) or plain(*a))
     monkeypatch.setattr(model_module, "AVX512", True)  # oneDNN gives the same without, and is only slower
+    monkeypatch.setattr(model_module, "MKL_512", False)
     for rows in (512, 10**9):  # the second is more than there are: torch's own
         monkeypatch.setattr(model_module, "MANY_ROWS", rows)
         leaves = [t.clone().requires_grad_() for t in ((x, weight, b) if bias else (x, weight))]
