@@ -55,8 +55,11 @@ def main() -> None:
     if args.out and args.suite not in BENCHMARKS:  # before the work: a path that cannot be written loses nothing
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).open("a").close()
-    tokenizer, policy = load_tokenizer(args.checkpoint), load_policy(args.checkpoint)
-    policy.requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = torch.cuda.is_available()
+    # a benchmark's agent decodes with these very weights, the other suites with a copy in `rollout.precision`
+    held = torch.bfloat16 if gpu and args.suite in BENCHMARKS else torch.float32
+    tokenizer, policy = load_tokenizer(args.checkpoint), load_policy(args.checkpoint, held, "cuda" if gpu else "cpu")
+    policy.requires_grad_(False)
     if args.suite in BENCHMARKS:
         return BENCHMARKS[args.suite](args, cfg, policy, tokenizer)
     path = args.data or cfg.data.heldout

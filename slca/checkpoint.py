@@ -207,7 +207,8 @@ def load(folder: Path, policy: Policy, optimizers: Optimizers) -> None:
                 prefix = f"optim.{i}.{name}."
                 keys = [key.removeprefix(prefix) for key in shards.rows if key.startswith(prefix)]
                 if keys:
-                    optimizer.state[p] = {key: shards.state(prefix + key, p) for key in keys}
+                    device = "cpu" if getattr(optimizer, "offload", False) else p.device
+                    optimizer.state[p] = {key: shards.state(prefix + key, p, device) for key in keys}
         torch.set_rng_state(shards.rows_of("rng.torch", None))
 
 
@@ -255,14 +256,14 @@ class _Shards:
                                   f"{list(_local(p).shape)}")
         return rows
 
-    def state(self, name: str, p: Tensor) -> Tensor:
-        """An optimiser's tensor for p: laid out as p where it has p's shape, else as it was saved."""
+    def state(self, name: str, p: Tensor, device: torch.device | str) -> Tensor:
+        """An optimiser's tensor for p: on the device and laid out as p where it has p's shape, else as it was saved."""
         if self.rows[name][0][1] != list(p.shape):
             return self.rows_of(name, None)
-        local = self.like(name, p).to(p.device)
-        if not isinstance(p, DTensor):
-            return local
-        return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        rows = self.like(name, p)
+        found = torch.zeros_like(p.detach(), dtype=rows.dtype, device=device)
+        _local(found).copy_(rows)
+        return found
 
 
 def _local(p: Tensor) -> Tensor:

@@ -133,7 +133,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 
 def bf16_runs(device: torch.device) -> bool:
     """Has the machine bfloat16 units? Without, a CPU's products are a hundred times slower than in float32."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported() if device.type == "cpu" else torch.cuda.is_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() if device.type == "cpu" else torch.cuda.is_bf16_supported(
+        including_emulation=False)
 
 
 def onednn_runs(weight: Tensor) -> bool:

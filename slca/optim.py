@@ -62,7 +62,8 @@ class AdamW(torch.optim.Optimizer):
 
     dtype: of the moments, float32 or bfloat16; offload: keep them on the CPU (pinned) and bring them a piece at a time.
     The state of a parameter is three tensors: step (a number), exp_avg and exp_avg_sq, sharded as the parameter is. The
-    noise of the rounding follows from (seed, step, parameter, rank), so a run that is resumed repeats bit for bit.
+    noise of the rounding follows from (seed, step, parameter, and the rank that holds these rows of it), so a run that is
+    resumed repeats bit for bit.
     """
 
     def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.01,
@@ -85,7 +86,8 @@ class AdamW(torch.optim.Optimizer):
                 state[name] = self._kept(state[name], p)
             state["step"] += 1
             step = int(state["step"])
-            key = np.random.SeedSequence((self.seed, step, i, rank())).generate_state(1)
+            part = rank() if isinstance(p, DTensor) else 0  # replicas have to stay equal
+            key = np.random.SeedSequence((self.seed, step, i, part)).generate_state(1)
             noise = torch.Generator(p.device).manual_seed(int(key[0]))
             kept = [_local(t).view(-1) for t in (p, state["exp_avg"], state["exp_avg_sq"])]  # views: changed in place
             for piece in zip(*(t.split(CHUNK) for t in (_local(p.grad).reshape(-1), *kept)), strict=True):

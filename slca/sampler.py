@@ -8,6 +8,7 @@ purpose: top-k, top-p and penalties, under which the stored log-probability woul
 """
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from slca.model import Policy
 from slca.phases import phases
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill call
+CAPTURING = threading.Lock()
 MAX_GRAPHS, GROUP_STEP = 64, 4  # captured steps on a GPU, and what their prompts and members are rounded up to
 WIDTH_STEP = 32  # their width is rounded up to few sizes: the CPU's matrix library keeps a kernel for each shape
 
@@ -366,12 +368,14 @@ class Sampler:
             self._run(b, span)
             self._draw(b)
             if self.graphs is not None:
-                self.graphs = self.graphs if len(self.graphs) < MAX_GRAPHS else {}
+                if len(self.graphs) >= MAX_GRAPHS:
+                    self._forget_graphs()
                 self.graphs[shape] = None
             return
         if self.graphs[shape] is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.graph_memory):
+            # another sampler's thread may go on beside the capture, but not begin one
+            with CAPTURING, torch.cuda.graph(graph, pool=self.graph_memory, capture_error_mode="thread_local"):
                 self._run(b, span)
                 self._draw(b)
             self.graphs[shape] = graph
@@ -385,9 +389,9 @@ class Sampler:
             self._forget_graphs()
 
     def _forget_graphs(self) -> None:
-        """Memory has moved."""
+        """Memory has moved. A pool whose graphs are all gone cannot be captured into again, so it goes with them."""
         if self.graphs is not None:
-            self.graphs = {}
+            self.graphs, self.graph_memory = {}, torch.cuda.graph_pool_handle()
 
     # ------------------------------------------------------------------------------------------- rows, as the host sees
     def _record(self, live: list[Row], tokens: np.ndarray, logprobs: np.ndarray) -> list[Row]:

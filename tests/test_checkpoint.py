@@ -24,6 +24,7 @@ from slca.config import load_config, to_dict
 from slca.model import ModelConfig, new_policy
 from slca.optim import optimizers
 from slca.report import read_metrics
+from slca.settings import OptimConfig
 from slca.tokenizer import load_tokenizer
 from slca.weights import load_policy
 
@@ -312,6 +313,21 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path, monkeypatch, 
                 monkeypatch.setattr(ranks, "world", lambda: readers)
                 pieces.append(shards.rows_of(name, checkpoint.own_rows(t.shape[0])))
             assert torch.equal(torch.cat(pieces) if pieces else shards.rows_of(name, None), t), name
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_offloaded_moments_are_read_to_the_cpu(straight, offload):
+    """Not by way of the device, which may have no room for them: here the policy is on one that holds nothing."""
+    folder = straight / "checkpoints" / "rl-000006"
+    policy = load_policy(straight / "checkpoints" / "after_rl").to("meta")
+    found = optimizers(policy, "adamw", 1e-2, 0.1, (0.9, 0.99), options=OptimConfig("fp32", offload))
+    checkpoint.load(folder, policy, found)
+    moments = {s["exp_avg"].device.type for s in found[0].state.values()}
+    assert moments == {"cpu" if offload else "meta"}
+    if offload:
+        state = found[0].state[policy.model.norm.weight]
+        with checkpoint._Shards(folder) as shards:
+            assert torch.equal(state["exp_avg"], shards.rows_of("optim.0.model.norm.weight.exp_avg", None))
 
 
 def test_two_ranks_hand_over_to_one(straight, tmp_path):

@@ -199,3 +199,13 @@ def test_the_noise_is_the_seeds():
     ends = [run(p := make(), optimizers(p, "adamw", 0.01, 0.1, (0.9, 0.999), options=OptimConfig("bf16"), seed=seed),
                 range(4)) for seed in (4, 4, 5)]
     assert all(map(torch.equal, ends[0], ends[1])) and not all(map(torch.equal, ends[0], ends[2]))
+
+
+def test_replicas_stay_equal_on_any_rank(monkeypatch):
+    """Unsharded, every rank holds all of a parameter: one that rounded its moments otherwise would drift away."""
+    ends = []
+    for number in (0, 1):
+        monkeypatch.setattr(optim, "rank", lambda number=number: number)
+        ends.append(run(p := make(), optimizers(p, "adamw", 0.01, 0.1, (0.9, 0.999), options=OptimConfig("bf16")),
+                        range(4)))
+    assert all(map(torch.equal, *ends))
