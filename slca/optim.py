@@ -62,7 +62,7 @@ class AdamW(torch.optim.Optimizer):
 
     dtype: of the moments, float32 or bfloat16; offload: keep them on the CPU (pinned) and bring them a piece at a time.
     The state of a parameter is three tensors: step (a number), exp_avg and exp_avg_sq, sharded as the parameter is. The
-    noise of the rounding follows from (seed, step, parameter, and the rank that holds these rows of it), so a run that is
+    noise of the rounding follows from seed, step, parameter and the rank that holds these rows of it, so a run that is
     resumed repeats bit for bit.
     """
 
