@@ -229,6 +229,19 @@ def group_logprobs(policy: Policy, ids: Tensor, mask: Tensor, lengths: Sequence[
     return torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, logp)
 
 
+def row_logprobs(policy: Policy, ids: Tensor, mask: Tensor, lengths: Sequence[int], vocabulary: int,
+                 precision: str = "fp32") -> Tensor:
+    """`token_logprobs` of rows [B,T] of these lengths, padded on the right, where only attention sees the padding."""
+    packed, ends, _ = pack(ids, lengths, lengths, range(len(lengths)))
+    row, column = mask.nonzero(as_tuple=True)
+    if bool(mask[:, 0].any()):
+        raise ValueError("the first token of a row has no log-probability: mask[:, 0] must be 0")
+    before = (torch.tensor(ends) - torch.tensor(lengths)).to(ids.device)[row] + column
+    with precision_context(precision, ids.device):
+        logp = policy.run(_packed_logprobs, packed, before, ids[mask], vocabulary, 1.0)
+    return torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, logp)
+
+
 @dataclass
 class Batch:
     """Rollouts of a step as tensors, prompt included: ids, labels, policy_mask int64 and logprobs float32, all [B,T].

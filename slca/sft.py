@@ -14,7 +14,7 @@ import torch
 from slca import chat, ranks
 from slca.data.task import Task
 from slca.data.world import World
-from slca.learner import evened, micro_batches, no_work, pad, refuse_not_finite, token_logprobs
+from slca.learner import evened, micro_batches, no_work, pad, refuse_not_finite, row_logprobs
 from slca.model import Policy
 from slca.optim import optimizer_step, set_rate
 from slca.settings import SFTConfig
@@ -101,7 +101,7 @@ def sft_step(policy: Policy, optimizers: list, rows: list[Row], share: float, cf
         ids = pad([rows[i].ids for i in batch]).to(policy.device)
         weights = pad([rows[i].weights for i in batch], dtype=torch.float32).to(policy.device)
         weights[:, 0] = 0
-        logp = token_logprobs(policy, ids, weights > 0, vocabulary, precision=precision)
+        logp = row_logprobs(policy, ids, weights > 0, [len(rows[i].ids) for i in batch], vocabulary, precision)
         loss = -(weights * logp).sum() / total
         loss.backward()
         loss_sum += loss.item()

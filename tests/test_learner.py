@@ -25,6 +25,7 @@ from slca.learner import (
     micro_batches,
     pad,
     policy_update,
+    row_logprobs,
     token_logprobs,
 )
 from slca.loss import AGGREGATIONS, kl_loss, policy_loss
@@ -206,8 +207,36 @@ def test_scorer_is_tempered_and_cut(temperature, vocabulary):
 
 
 def test_first_token_has_no_probability():
-    with pytest.raises(ValueError, match=r"mask\[:, 0\] must be 0"):
-        token_logprobs(make(), torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool), V)
+    ids, mask = torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)
+    for score in (lambda: token_logprobs(make(), ids, mask, V), lambda: row_logprobs(make(), ids, mask, [3], V)):
+        with pytest.raises(ValueError, match=r"mask\[:, 0\] must be 0"):
+            score()
+
+
+def test_rows_without_their_padding_give_the_same_and_the_same_gradients():
+    batch, draw = make_batch(), torch.Generator().manual_seed(3)
+    inside = torch.arange(batch.ids.shape[1]) < torch.tensor(batch.lengths)[:, None]
+    mask = (torch.rand(batch.ids.shape, generator=draw) < 0.6) & inside
+    mask[:, 0], weights, results = False, torch.randn(batch.ids.shape, generator=draw), []
+    mask[range(len(batch.lengths)), [n - 1 for n in batch.lengths]] = True  # the last token of a row as well
+    for score in (lambda p: token_logprobs(p, batch.ids, mask, V), lambda p: row_logprobs(p, batch.ids, mask,
+                                                                                         batch.lengths, V)):
+        policy = make(1)
+        logp = score(policy)
+        (logp * weights).sum().backward()
+        results.append([logp.detach(), *(p.grad for p in policy.parameters())])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_reaches_no_product(monkeypatch):
+    """What a row's padding holds changes nothing, and as many positions go through the blocks as there are tokens."""
+    policy, batch, seen = make(1), make_batch(), []
+    monkeypatch.setattr(Policy, "hidden_packed", lambda p, packed, f=Policy.hidden_packed: seen.append(
+        len(packed.ids)) or f(p, packed))
+    other = torch.where(torch.arange(batch.ids.shape[1]) < torch.tensor(batch.lengths)[:, None], batch.ids, 7)
+    one, two = (row_logprobs(policy, ids, batch.policy_mask == 1, batch.lengths, V) for ids in (batch.ids, other))
+    assert torch.equal(one, two) and seen == [256] * 2 and sum(batch.lengths) <= 256  # rounded up to POSITION_STEP
 
 
 def test_injected_tokens_and_padding_have_no_gradient():
