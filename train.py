@@ -28,7 +28,7 @@ from tqdm import tqdm
 from slca import checkpoint, llm, memory, ranks
 from slca.advantages import Advantages
 from slca.config import describe, load_config, override, save_config, to_dict
-from slca.credit import estimate, leakage
+from slca.credit import estimate, leakage, uses_outcome
 from slca.data import Task
 from slca.data.source import TaskSource
 from slca.data.vocabulary import world_tokenizer
@@ -199,6 +199,8 @@ class Run:
 
             tokens = ranks.all_sum({"tokens": int(batch.policy_mask.sum())})["tokens"]
             sums = step_sums(episodes, batch, advantages) | leakage(episodes, batch, cfg, self.judge)
+            if uses_outcome(cfg):
+                sums["outcome"] = sum(e.outcome for e in episodes), len(episodes)
             row = means(over_ranks(sums)) | updates
             row |= {"lr": found[0].param_groups[0]["lr"], "rollout_s": sampled - start,
                     "learn_s": time.time() - sampled, "tok_s": tokens / (sampled - start),

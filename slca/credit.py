@@ -108,10 +108,20 @@ def _calls(e: Episode) -> tuple[list[Call], list[Call]]:
 
 
 def outcomes(episodes: Sequence[Episode], cfg: Config, judge) -> list[float]:
-    """R_succ of each rollout, 0 or 1: by the judge's verdict, or by a rule over its calls (`reward.outcome`)."""
-    if cfg.reward.outcome == "judge":
-        return solved(episodes, judge, cfg.judge.timeout_s)
-    return [outcome_by_rule(cfg.reward.outcome, e.rewards, correct_calls(*_calls(e))) for e in episodes]
+    """R_succ of each rollout, 0 or 1: by the judge's verdict, or by a rule over its calls (`reward.outcome`).
+
+    It is kept with the rollout, so that a judge is asked once.
+    """
+    due = [e for e in episodes if e.outcome is None]
+    found = solved(due, judge, cfg.judge.timeout_s) if cfg.reward.outcome == "judge" else [
+        outcome_by_rule(cfg.reward.outcome, e.rewards, correct_calls(*_calls(e))) for e in due]
+    for e, outcome in zip(due, found, strict=True):
+        e.outcome = outcome
+    return [e.outcome for e in episodes]
+
+
+def uses_outcome(cfg: Config) -> bool:
+    return cfg.advantage.estimator == "toolpo" or cfg.reward.tool == "executed"
 
 
 def votes(episodes: Sequence[Episode], cfg: Config, judge) -> list[list[float | None]]:

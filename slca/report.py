@@ -54,6 +54,7 @@ GLOSSARY = {
     "advantage_abs": "Mean absolute advantage of policy tokens; 0.5 to 1, near 0 when groups stop differing.",
     "advantage_tool": "Mean absolute advantage of tool tokens; falls as call patterns settle.",
     "advantage_summary": "Mean absolute advantage of summary tokens; falls as replies settle.",
+    "outcome": "Mean R_succ (1: solved, else 0) of the rollouts, where the estimator asks for it; rises.",
     "dead_tool": "Share of groups without any tool signal (equal scores); near 1 means nothing left to learn.",
     "dead_summary": "Share of groups without any summary signal (equal scores); near 1 means nothing left to learn.",
     "leak_flips": "Share of tool tokens on which one advantage for all (GRPO's) has the other sign than the tool "

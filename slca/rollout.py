@@ -55,6 +55,7 @@ class Episode:
     judge_failures: int = 0  # 1 where the judge did not rate the reply
     judge_agrees: bool | None = None  # with the rules, where it rated the reply
     rewards: HierR | None = None
+    outcome: float | None = None  # R_succ, once it was asked for (`credit.outcomes`)
 
     @property
     def response_length(self) -> int:

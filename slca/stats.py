@@ -24,7 +24,8 @@ METRICS = {"name_f1": "Name F1", "arg_match": "ArgMatch", "parallel": "Parallel"
 SHARES = ("name_f1", "arg_match", "parallel", "process", "summary", "success", "no_call")
 CELLS = ("slca", "s_to_t", "t_to_s", "both")  # the support control's conditions, in factor_effects' order
 CURVES = ("reward", "success", "process", "summary", "no_call", "redundant_calls", "calls_per_task", "tool_turns",
-          "grad_norm", "advantage_tool", "advantage_summary", "entropy", "val_success", "val_process", "val_summary")
+          "outcome", "grad_norm", "advantage_tool", "advantage_summary", "entropy", "val_success", "val_process",
+          "val_summary")
 DIAGNOSTICS = ("leak", "grad_cos", "grad_norm_", "omission")  # beginnings of names that are always averaged and kept
 WINDOW = 5  # steps of the trailing mean of the training success
 

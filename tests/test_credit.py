@@ -91,6 +91,23 @@ def test_toolpo_by_a_judge_and_the_executed_reward(step):
     close(estimate(episodes, batch, cfg).tokens, grpo_advantages(batch.policy_mask, [0] * 4, totals).tokens)
 
 
+def test_a_judge_is_asked_for_an_outcome_once(step):
+    """Estimate and leakage both need it, and a run logs it; a model could answer another time otherwise."""
+    episodes, batch, cfg = step("reward.tool=executed")
+    asked = []
+
+    class Writer:
+        def texts(self, chats):
+            asked.append(len(chats))
+            return ["Solved"] * len(chats)
+
+    judge = LLMJudge(Writer())
+    estimate(episodes, batch, cfg, judge)
+    credit.leakage(episodes, batch, cfg, judge)
+    assert sum(asked) == 3 and [e.outcome for e in episodes] == [1, 1, 1, 0] and credit.uses_outcome(cfg)
+    assert not credit.uses_outcome(settings()) and step()[0][0].outcome is None
+
+
 def test_rltr_trains_the_calls_alone(step):
     episodes, batch, cfg = step("advantage.estimator=rltr", "rollout.malformed_call=observe")
     found = estimate(episodes, batch, cfg, RulesJudge())

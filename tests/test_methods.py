@@ -77,8 +77,8 @@ def test_spare_prompts_are_others(tok):
 
 
 @pytest.mark.parametrize("method", [["advantage.estimator=rltr", "sft.target=planner", "log.stream_gradients=2"],
-                                    ["loss.surrogate=gspo", "loss.clip_low=3e-4", "loss.clip_high=4e-4",
-                                     "loss.importance_cap=2.0"]], ids=["rltr", "gspo"])
+                                    ["advantage.estimator=toolpo", "loss.surrogate=gspo", "loss.clip_low=3e-4",
+                                     "loss.clip_high=4e-4", "loss.importance_cap=2.0"]], ids=["rltr", "toolpo_gspo"])
 def test_a_short_run_of_each(method, tmp_path):
     short = ["sft.max_steps=2", "sft.warmup_steps=1", "sft.decay_steps=1", "rl.steps=2", "rl.prompts_per_step=4",
              "rl.prompts_per_update=2", "rl.group_size=4", "data.eval_tasks=4", "data.validation_tasks=4",
@@ -90,6 +90,7 @@ def test_a_short_run_of_each(method, tmp_path):
     last = [r for r in rows if r["phase"] == "rl"][-1]
     assert {"leak_flips", "leak_share", "loss", "judge_agreement"} <= last.keys()
     assert ("grad_cosine" in last) == ("log.stream_gradients=2" in method)
+    assert ("outcome" in last) == ("advantage.estimator=toolpo" in method)
 
 
 def test_dead_groups_give_way_to_living_ones(tmp_path, monkeypatch):
