@@ -183,6 +183,18 @@ def test_bf16_autocast_of_the_whole_model(family):
         assert 1e-4 < (rough - exact).norm() / exact.norm() < bound  # above 0: the bf16 path did run
 
 
+def test_bfloat16_that_onednn_only_emulates_is_not_used(monkeypatch):
+    """AVX-512 without avx512_bf16: oneDNN calls it supported, and takes six times as long as in float32."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(model_module.platform, "machine", lambda: "x86_64")
+    for units in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda units=units: units)
+        assert model_module.bf16_runs(torch.device("cpu")) == units
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(model_module.platform, "machine", lambda: "aarch64")
+    assert model_module.bf16_runs(torch.device("cpu"))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(600, 24), (20, 30, 24)])
 def test_products_by_onednn_are_torchs(monkeypatch, bias, shape):
