@@ -141,10 +141,13 @@ TABLE = {  # name, old, new, tests (in tests/test_PART.py where no other file is
         ("kl-subtracted", "loss + loss_cfg.kl_coef * kl", "loss - loss_cfg.kl_coef * kl", BATCHES),
         ("reference-is-the-policy", "batch.logprobs_of(reference,", "batch.logprobs_of(policy,", BATCHES),
         ("old-is-new", "if batch.old is None else batch.old[part", "if True else batch.old[part", BATCHES),
+        ("rows-off-by-one", ".to(ids.device)[row] + column", ".to(ids.device)[row] + column - 1",
+         "test_rows_without_their_padding_give_the_same_and_the_same_gradients"),
         ("skipped-despite-kl", "loss_cfg.kl_coef > 0 or bool(", "bool(",
          "test_rows_without_advantage_are_skipped_but_counted"),
     ],
     "optim": [
+        ("replicas-drift", "rank() if isinstance(p, DTensor) else 0", "rank()", "test_replicas_stay_equal_on_any_rank"),
         ("clip-after-the-step", "torch.nn.utils.clip_grads_with_norm_(",
          "_ = [o.step() for o in found], torch.nn.utils.clip_grads_with_norm_(", "test_clipping_by_hand"),
         ("decay-of-norms", '"params": vectors, "weight_decay": 0.0', '"params": vectors, "weight_decay": weight_decay',
