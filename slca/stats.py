@@ -26,6 +26,7 @@ CELLS = ("slca", "s_to_t", "t_to_s", "both")  # the support control's conditions
 CURVES = ("reward", "success", "process", "summary", "no_call", "redundant_calls", "calls_per_task", "tool_turns",
           "outcome", "grad_norm", "advantage_tool", "advantage_summary", "entropy", "val_success", "val_process",
           "val_summary")
+LEARNING = ("success", "process", "summary")  # always averaged too: the area under the curve says who learns faster
 DIAGNOSTICS = ("leak", "grad_cos", "grad_norm_", "omission")  # beginnings of names that are always averaged and kept
 WINDOW = 5  # steps of the trailing mean of the training success
 
@@ -94,7 +95,7 @@ def run_record(folder: Path, stage: str, columns: Sequence[str] = (), levels: Se
         raise ValueError(f"{path}: expected the summary of a finished run with {stage}: {error!r}") from error
     rows = [r for r in read_metrics(folder) if r.get("phase") == "rl"] if stage == "after_rl" else []
     names = {name for row in rows for name, value in row.items() if isinstance(value, (int, float))}
-    kept = {n for n in names if n in columns or n.startswith(DIAGNOSTICS)}
+    kept = {n for n in names if n in columns or n in LEARNING or n.startswith(DIAGNOSTICS)}
 
     def numbers(name: str) -> list[float]:
         return [r[name] for r in rows if isinstance(r.get(name), (int, float)) and math.isfinite(r[name])]
@@ -160,9 +161,11 @@ def build_tables(runs: Runs, reference: Mapping[str, str]) -> dict[str, list[dic
         for c, by_seed in trained.items()
         for name, title in (("val_success", "validation"), ("success", f"training, mean of {WINDOW}"))
         for level in dict.fromkeys(x for r in by_seed.values() for x in r["reach"].get(name, {}))]
+    columns = {c: list(dict.fromkeys(n for r in by_seed.values() for n in r["columns"])) for c, by_seed in trained.items()}
     tables["Columns of metrics.jsonl, mean over the RL steps"] = [
-        cell(c, name, {s: r["columns"].get(name) for s, r in by_seed.items()})
-        for c, by_seed in trained.items() for name in dict.fromkeys(n for r in by_seed.values() for n in r["columns"])]
+        cell(c, n, {s: r["columns"].get(n) for s, r in trained[c].items()}) for c in trained for n in columns[c]] + [
+        cell(f"{c} - {reference[c]}", n, paired(trained, c, reference[c], lambda r, n=n: r["columns"].get(n)),
+             difference=True) for c in comparable(trained, reference) for n in columns[c]]
     return {title: cells for title, cells in (tables | evaluations(runs)).items() if cells}
 
 

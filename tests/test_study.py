@@ -136,7 +136,9 @@ def test_tables_by_hand():
     assert text("Gradient norm over the RL steps", "grpo - slca", "std") == "-0.2000 [-1.4706, +1.0706]"
     assert text("First RL step at a success of", "grpo", "0.8, validation") == "10.0 ± 0.0"
     assert text("First RL step at a success of", "grpo", "0.8, training, mean of 5") == "-"
-    assert text("Columns of metrics.jsonl, mean over the RL steps", "grpo", "leak_share") == "0.6500 ± 0.0707"
+    columns = "Columns of metrics.jsonl, mean over the RL steps"
+    assert text(columns, "grpo", "leak_share") == "0.6500 ± 0.0707"
+    assert text(columns, "grpo - slca", "leak_share") == "-0.2000 [-1.4706, +1.0706]"
     assert not any("Factor" in title for title in tables)
     assert "sft" not in {c["condition"] for c in tables["Gradient norm over the RL steps"]}
 
@@ -166,7 +168,7 @@ def test_a_run_s_record_is_read_from_its_files(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     found = run_record(tmp_path, "after_rl", ["fmt"], [0.7])
     assert found["grad_norm"] == {"std": pytest.approx(7**.5), "mean": 3.0} and found["wall_s"] == 60.0
-    assert found["columns"] == {"fmt": 1.0, "leak_share": pytest.approx(.3)}
+    assert found["columns"] == {"fmt": 1.0, "leak_share": pytest.approx(.3), "success": pytest.approx(2.3 / 3)}
     assert found["reach"] == {"val_success": {"0.7": 2}, "success": {"0.7": None}}
     assert found["curves"]["step"] == [1, 2, 3] and found["curves"]["val_success"] == [None, 0.75, None]
     with pytest.raises(ValueError, match="summary.json.*after_sft"):
