@@ -161,7 +161,8 @@ def build_tables(runs: Runs, reference: Mapping[str, str]) -> dict[str, list[dic
         for c, by_seed in trained.items()
         for name, title in (("val_success", "validation"), ("success", f"training, mean of {WINDOW}"))
         for level in dict.fromkeys(x for r in by_seed.values() for x in r["reach"].get(name, {}))]
-    columns = {c: list(dict.fromkeys(n for r in by_seed.values() for n in r["columns"])) for c, by_seed in trained.items()}
+    columns = {c: list(dict.fromkeys(n for r in by_seed.values() for n in r["columns"]))
+               for c, by_seed in trained.items()}
     tables["Columns of metrics.jsonl, mean over the RL steps"] = [
         cell(c, n, {s: r["columns"].get(n) for s, r in trained[c].items()}) for c in trained for n in columns[c]] + [
         cell(f"{c} - {reference[c]}", n, paired(trained, c, reference[c], lambda r, n=n: r["columns"].get(n)),
