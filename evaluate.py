@@ -37,7 +37,7 @@ from slca.evaluation.record import save
 from slca.evaluation.toucan import evaluate
 from slca.judge import make_judge
 from slca.learner import use_threads
-from slca.model import Policy
+from slca.model import Policy, bf16_runs
 from slca.report import metrics_table
 from slca.responders import make_simulator
 from slca.settings import Config
@@ -57,7 +57,8 @@ def main() -> None:
         Path(args.out).open("a").close()
     gpu = torch.cuda.is_available()
     # a benchmark's agent decodes with these very weights, the other suites with a copy in `rollout.precision`
-    held = torch.bfloat16 if gpu and args.suite in BENCHMARKS else torch.float32
+    fast = gpu and args.suite in BENCHMARKS and bf16_runs(torch.device("cuda"))
+    held = torch.bfloat16 if fast else torch.float32
     tokenizer, policy = load_tokenizer(args.checkpoint), load_policy(args.checkpoint, held, "cuda" if gpu else "cpu")
     policy.requires_grad_(False)
     if args.suite in BENCHMARKS:

@@ -18,7 +18,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -96,7 +96,7 @@ class Run:
         self.say(f"{size:.2f} M parameters, {self.tokenizer.size} tokens, {ranks.world()} ranks, "
                  f"{torch.get_num_threads()} threads, {len(self.tasks.heldout)} held-out tasks -> {folder}")
         if "bf16" in (cfg.precision, cfg.rollout.precision) and not bf16_runs(device):
-            self.say("this CPU has no bfloat16 units: precision bf16 computes in float32 here")
+            self.say("this machine has no bfloat16 units: precision bf16 computes in float32 here")
 
     def fit(self, shape: ModelConfig) -> None:
         """Say what this rank will hold, and sample only as many rows at a time as fit. Raises ValueError: none do."""
@@ -364,13 +364,15 @@ class Run:
                     raise OSError("lines of metrics.jsonl wait to be written")
                 folder = checkpoint.save(self.folder / "checkpoints", phase, step, self.policy, found, self.tokenizer,
                                          to_dict(self.cfg), extra, cfg.keep)
-                self.write_summary()  # its seconds, for a run that goes on from here
                 if stop:
                     self.say(f"{signal.Signals(stop).name}: stopped after {phase} step {step}, saved in {folder}; "
                              "--resume goes on")
             except OSError as error:  # a full disk: the run goes on, and with it the chance of a later one
                 self.save_failures += 1
                 self.say(f"warning: {phase} step {step} could not be saved: {error}")
+            else:
+                with suppress(OSError):  # for the seconds of a run that goes on from here
+                    self.write_summary()
         if stop:
             ranks.end()
             raise SystemExit(128 + stop)

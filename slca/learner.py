@@ -232,7 +232,7 @@ def group_logprobs(policy: Policy, ids: Tensor, mask: Tensor, lengths: Sequence[
 def row_logprobs(policy: Policy, ids: Tensor, mask: Tensor, lengths: Sequence[int], vocabulary: int,
                  precision: str = "fp32") -> Tensor:
     """`token_logprobs` of rows [B,T] of these lengths, padded on the right, where only attention sees the padding."""
-    packed, ends, _ = pack(ids, lengths, lengths, range(len(lengths)))
+    packed, ends, _ = pack(ids, lengths, lengths, range(len(lengths)))  # each row is a prompt with nothing behind it
     row, column = mask.nonzero(as_tuple=True)
     if bool(mask[:, 0].any()):
         raise ValueError("the first token of a row has no log-probability: mask[:, 0] must be 0")

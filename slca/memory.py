@@ -15,7 +15,7 @@ import torch
 
 from slca.config import ConfigError, override
 from slca.learner import CHUNK_LOGITS, POSITION_STEP
-from slca.model import PLAIN_SCORES, ModelConfig, Policy, bf16_runs
+from slca.model import PLAIN_SCORES, ModelConfig, Policy, bf16_runs, onednn_runs
 from slca.optim import CHUNK
 from slca.sampler import GROUP_STEP, PREFILL_TOKENS, WIDTH_STEP, Sampler, rounded
 from slca.settings import Config, LLMConfig
@@ -59,7 +59,7 @@ def sizes(cfg: Config, shape: ModelConfig, world: int, device: str) -> Sizes:
     vectors = sum(outside) + sum(inside) * (shape.num_hidden_layers - 1)
     adapters = sum(cfg.lora.rank * sum(p.shape) for n, p in matrices.items() if n in cfg.lora.targets)
     table = shape.vocab_size * shape.hidden_size
-    units = device == "cuda" or bf16_runs(torch.device("cpu"))
+    units = _units(device)
     held = 2 if cfg.model.dtype == "bf16" else 4
     compute = 2 if held == 2 or cfg.precision == "bf16" and units else 4
     return Sizes(sum(p.numel() for p in matrices.values()) * shape.num_hidden_layers,
@@ -67,6 +67,11 @@ def sizes(cfg: Config, shape: ModelConfig, world: int, device: str) -> Sizes:
                  held, compute,
                  compute if world > 1 else held,  # gathered weights have the compute type, and so the residual stream
                  compute if world > 1 else 0, 2 if held == 2 or cfg.rollout.precision == "bf16" and units else 4)
+
+
+def _units(device: str) -> bool:
+    """Does the device compute in bfloat16? A GPU that is planned for without being here does."""
+    return device == "cuda" and not torch.cuda.is_available() or bf16_runs(torch.device(device))
 
 
 def plan(cfg: Config, shape: ModelConfig, world: int, tokenizer_size: int | None = None,
@@ -127,7 +132,7 @@ def _frozen(cfg: Config, device: str) -> float:
     if cfg.eval.summariser:
         askers.append(LLMConfig(path=cfg.eval.summariser, concurrency=cfg.rollout.max_rows,
                                 max_new_tokens=cfg.eval.max_response_tokens))
-    size = 2 if device == "cuda" or bf16_runs(torch.device("cpu")) else 4
+    size = 2 if _units(device) else 4
     found, loaded = 0.0, set()
     for llm in askers:
         shape = read_config(Path(llm.path))
@@ -168,7 +173,7 @@ def passes(cfg: Config, world: int) -> list[Pass]:
     if cfg.sft.enabled:
         longest = rounded(cfg.sft.max_tokens, WIDTH_STEP)
         rows = max(1, min(cfg.sft.rows_per_step // world, budget // longest))
-        found.append(Pass(rows * longest, rows, longest))
+        found.append(Pass(rounded(rows * longest, POSITION_STEP), rows, longest))
     return found
 
 
@@ -312,8 +317,9 @@ def sampler_bytes(shape: ModelConfig, s: Sizes, rows: int, prompt: int, columns:
 
 
 def _packed(s: Sizes, device: str) -> float:
-    """The engine's weights. On a CPU oneDNN's layout beside the plain one (float32), or instead of it (bfloat16)."""
-    if device == "cuda" or not torch.backends.mkldnn.is_available():
+    """The engine's weights. Where oneDNN multiplies, its layout is beside the plain one (float32), or instead of it
+    (bfloat16)."""
+    if device == "cuda" or not onednn_runs(torch.empty(0, dtype=torch.bfloat16 if s.sampled == 2 else torch.float32)):
         return s.weights * s.sampled
     return s.sampled * (s.weights + s.table + (s.matrices if s.sampled == 4 else 0))
 

@@ -45,7 +45,7 @@ GLOSSARY = {
     "response_tokens": "Mean response tokens, tool results included; no runaway growth.",
     "responder_failures": "Mean calls of a rollout without an answer: the responder raised, hung or gave no text; 0.",
     "judge_failures": "Share of rollouts whose reply the judge failed to rate, so that it got judge.failure_score; 0.",
-    "judge_agreement": "Share of rated replies on which judge and exact rules agree; 1 with the rules judge.",
+    "judge_agreement": "Share of rated replies on which judge and exact rules agree; 1 with rules and no noise.",
     "frozen_asked": "Chats that a frozen model (simulator or judge) wrote an answer to; absent without one.",
     "frozen_cached": "Chats whose answer was remembered from an earlier one; rises as calls repeat.",
     "frozen_tok_s": "Tokens a second of a frozen model in process, over all ranks; steady, 0 at a server.",
@@ -54,7 +54,7 @@ GLOSSARY = {
     "advantage_abs": "Mean absolute advantage of policy tokens; 0.5 to 1, near 0 when groups stop differing.",
     "advantage_tool": "Mean absolute advantage of tool tokens; falls as call patterns settle.",
     "advantage_summary": "Mean absolute advantage of summary tokens; falls as replies settle.",
-    "outcome": "Mean R_succ (1: solved, else 0) of the rollouts, where the estimator asks for it; rises.",
+    "outcome": "Mean R_succ (1: solved, else 0) of the rollouts, where training asks for it; rises.",
     "dead_tool": "Share of groups without any tool signal (equal scores); near 1 means nothing left to learn.",
     "dead_summary": "Share of groups without any summary signal (equal scores); near 1 means nothing left to learn.",
     "leak_flips": "Share of tool tokens on which one advantage for all (GRPO's) has the other sign than the tool "

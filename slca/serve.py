@@ -159,7 +159,7 @@ class Handler(Wire):
         if path == "/health":
             gone = server.draining.is_set()
             return self.send(503 if gone else 200, {"status": "shutting down" if gone else "ok",
-                                                     "running_or_waiting": server.used, "places": server.places})
+                                                    "running_or_waiting": server.used, "places": server.places})
         if method == "GET":
             card = {"id": server.model, "object": "model", "created": server.started, "owned_by": "slca"}
             if one:

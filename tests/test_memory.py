@@ -240,7 +240,7 @@ def test_passes_are_the_largest_micro_batches():
     few, all_rows, plain = sorted(memory.passes(cfg, 1), key=lambda p: -p.width)
     assert (few.prompts, few.rows, few.width, few.tokens) == (1, 3, 64, 256)  # 100 + 3 * 50, rounded up
     assert (all_rows.rows, all_rows.width, all_rows.tokens) == (4, 64, 256)  # 39 tokens each
-    assert (plain.rows, plain.prompts, plain.prompt, plain.tokens) == (0, 3, 64, 192)
+    assert (plain.rows, plain.prompts, plain.prompt, plain.tokens) == (0, 3, 64, 256)
     long = override(cfg, ["micro_batch_tokens=50", "sft.enabled=false"])  # a row over the budget goes alone
     assert {(p.rows, p.tokens) for p in memory.passes(long, 1)} == {(1, 256), (4, 256)}
     many = override(cfg, ["micro_batch_tokens=1200", "rl.prompts_per_update=2", "sft.enabled=false"])

@@ -77,7 +77,7 @@ def suite(args: argparse.Namespace, cfg: Config, policy, tokenizer) -> dict:
     bench, out = open_benchmark(args.data), Path(args.out)
     setting = {"checkpoint_sha256": weights_sha256(args.checkpoint), "benchmark_sha256": DIGEST, "temperature": 0,
                "max_tokens": MAX_TOKENS, "max_len": policy.config.max_position_embeddings,
-               "parallel": cfg.chat.parallel, "max_steps": bench.max_steps}
+               "parallel": cfg.chat.parallel, "max_steps": bench.max_steps, "dtype": str(policy.head.dtype)}
     claim(out, setting)
     agent = Agent(policy, tokenizer, rows=args.rows, parallel=cfg.chat.parallel)
     try:

@@ -82,6 +82,7 @@ def suite(args: argparse.Namespace, cfg: Config, policy: Policy, tokenizer) -> N
             "checkpoint_sha256": weights_sha256(args.checkpoint), "agent": kind, "user": who,
             "temperature": args.temperature, "user_temperature": USER_TEMPERATURE, "seed": cfg.seed,
             "parallel": cfg.chat.parallel, "max_tokens": [AGENT_TOKENS, USER_TOKENS], "max_len": agent.max_len,
+            "dtype": str(policy.head.dtype),
             "max_steps": max_steps(kind), "max_errors": benchmark().config.DEFAULT_MAX_ERRORS,
             "benchmark": benchmark().version, "data_sha256": data_sha256()}
         found = run(args.out, settings, chosen, trials, agent, user, args.rows)

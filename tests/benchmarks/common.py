@@ -35,7 +35,7 @@ SHAPES = {name: dict(zip(("hidden_size", "num_hidden_layers", "num_attention_hea
     "c": (896, 24, 14, 2, 4864, 151936),  # 494 M, Qwen2.5-0.5B's shape
 }.items()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-if not bf16_runs(torch.device("cpu")):  # a hundred times slower there: neither side would be used so
+if not bf16_runs(torch.device("cpu")):  # six to a hundred times slower there: neither side would be used so
     del DTYPES["bf16"]
 CACHES = ("dynamic", "static")  # of transformers
 POSITIONS, ROPE_THETA = 4096, 1e6
