@@ -86,7 +86,7 @@ def test_pictures_are_stored():
     views, figures = ([o["data"][kind] for c in code_cells(FOLDER / name) for o in c["outputs"]
                        if kind in o.get("data", {})] for name, kind in (("02_one_rollout.ipynb", "text/html"),
                                                                         ("03_study.ipynb", "image/png")))
-    assert len(views) == 3 and len(figures) == 4
+    assert len(views) == 3 and len(figures) == 3
     for view in map("".join, views):
         assert "<script" not in view and view.count("<span") == view.count("</span>") > 50
     assert "unified (GRPO)" in "".join(views[1]) and "routed (SLCA)" in "".join(views[1])
@@ -95,16 +95,20 @@ def test_pictures_are_stored():
 def test_small_study_is_small_and_whole():
     path = FOLDER / "study.json"
     study = json.loads(path.read_text(encoding="utf-8"))
-    assert path.stat().st_size < 100_000 and "/" not in path.read_text(encoding="utf-8")
-    assert all(len(c["runs"]) == 2 for c in study["conditions"].values())
+    assert path.stat().st_size < 250_000 and "/" not in path.read_text(encoding="utf-8")
+    assert {"slca", "grpo", "sft"} <= study["conditions"].keys()
+    for name, condition in study["conditions"].items():
+        steps = {len(run_["curves"].get("success", ())) for run_ in condition["runs"].values()}
+        assert len(condition["runs"]) >= 2 and steps == {0 if name == "sft" else 100}, name
 
 
 def test_study_notebook_takes_other_studies(tmp_path, monkeypatch):
     """Two files; a condition without RL, one without runs, seeds and steps that are missing, no leakage columns."""
     study = json.loads((FOLDER / "study.json").read_text(encoding="utf-8"))
     found = study["conditions"]
-    found["both"]["runs"] = {}
-    del found["grpo"]["runs"]["1"]
+    for name in ("toolpo_rule", "both"):
+        found[name] = {"runs": {}}
+    del found["grpo"]["runs"]["1"], found["sft"]
     for run_ in found["slca"]["runs"].values():
         run_["curves"] = {k: v[:-3] for k, v in run_["curves"].items()}
     for run_ in (r for c in found.values() for r in c["runs"].values()):
@@ -119,6 +123,8 @@ def test_study_notebook_takes_other_studies(tmp_path, monkeypatch):
     files = os.pathsep.join(str(tmp_path / name) for name in ("a.json", "b.json"))
     printed = run(FOLDER / "03_study.ipynb", monkeypatch, files)
     first = [line.split(maxsplit=1) for line in printed[0].splitlines()]
-    assert [first[0], first[1], first[-1]] == [["slca", "seeds 0, 1; 13 RL steps"], ["grpo", "seeds 0; 16 RL steps"],
-                                               ["sft", "seeds 0, 1; 0 RL steps"]] and "both" not in printed[0]
+    assert [first[0], first[1], first[-1]] == [["slca", "seeds 0, 1, 2; 97 RL steps"],
+                                               ["grpo", "seeds 0, 2; 100 RL steps"],
+                                               ["sft", "seeds 0, 1, 2; 0 RL steps"]]
+    assert "toolpo_rule" not in printed[0]
     assert "| sft | " in printed[1] and "do not share a seed" in "".join(printed)
