@@ -86,7 +86,7 @@ def test_pictures_are_stored():
     views, figures = ([o["data"][kind] for c in code_cells(FOLDER / name) for o in c["outputs"]
                        if kind in o.get("data", {})] for name, kind in (("02_one_rollout.ipynb", "text/html"),
                                                                         ("03_study.ipynb", "image/png")))
-    assert len(views) == 3 and len(figures) == 3
+    assert len(views) == 3 and len(figures) == 4
     for view in map("".join, views):
         assert "<script" not in view and view.count("<span") == view.count("</span>") > 50
     assert "unified (GRPO)" in "".join(views[1]) and "routed (SLCA)" in "".join(views[1])
