@@ -76,6 +76,9 @@ def test_rows_over_the_limits_are_left_out_and_counted(tok, files, capsys):
     over = sum(n > prompts[4] for n in prompts)
     assert len(cut.train) == 6 - over and (over == 0 or f"{over} of 6 prompts are over {prompts[4]} tokens" in said)
     assert "rows have no demonstration within" in said and 0 < len(cut.sft) < 6 and lengths[0] > 0
+    TaskSource(settings(*files, f"sft.max_tokens={lengths[-1] - 1}"), tok)
+    cut_off = sum(len(tasks._row(t).ids) >= lengths[-1] - 1 for t in tasks.sft)
+    assert f"{cut_off} of 6 rows reach sft.max_tokens = {lengths[-1] - 1}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -70,14 +70,18 @@ class TaskSource:
 
     def _learnable(self, tasks: list[Task], path: str) -> list[Task]:
         """Tasks whose demonstration is not cut off before the assistant writes; says how many are left out."""
-        kept = [t for t in tasks if t.demonstration and 1.0 in self._row(t).weights]
-        if not kept:
-            raise DataError(path, None, "sft.max_tokens", "a row with a demonstration within "
-                            f"{self.cfg.sft.max_tokens} tokens (of {len(tasks)} rows none has one)")
-        if len(kept) < len(tasks):
-            print(f"{path}: {len(tasks) - len(kept)} of {len(tasks)} rows have no demonstration within "
-                  f"{self.cfg.sft.max_tokens} tokens, left out")
-        return kept
+        limit = self.cfg.sft.max_tokens
+        rows = [(t, self._row(t)) for t in tasks if t.demonstration]
+        rows = [(t, row) for t, row in rows if 1.0 in row.weights]
+        if not rows:
+            raise DataError(path, None, "sft.max_tokens",
+                            f"a row with a demonstration within {limit} tokens (of {len(tasks)} rows none has one)")
+        if len(rows) < len(tasks):
+            print(f"{path}: {len(tasks) - len(rows)} of {len(tasks)} rows have no demonstration within {limit} tokens, "
+                  "left out")
+        if cut := sum(len(row.ids) == limit for _, row in rows):
+            print(f"{path}: {cut} of {len(rows)} rows reach sft.max_tokens = {limit}, so that their ends are not learned")
+        return [t for t, _ in rows]
 
     def _row(self, task: Task) -> Row:
         sft = self.cfg.sft
