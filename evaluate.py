@@ -37,7 +37,8 @@ from slca.evaluation.record import save
 from slca.evaluation.toucan import evaluate
 from slca.judge import make_judge
 from slca.learner import use_threads
-from slca.model import Policy, bf16_runs
+from slca.model import Policy
+from slca.products import bf16_runs
 from slca.report import metrics_table
 from slca.responders import make_simulator
 from slca.settings import Config

@@ -37,10 +37,11 @@ from slca.evaluation.toucan import evaluate
 from slca.judge import make_judge, score_episodes
 from slca.learner import Batch, all_logprobs, policy_update, stream_gradients, use_threads
 from slca.lora import add_lora, merge_adapters, merged_state
-from slca.model import ModelConfig, Policy, bf16_runs, checkpoint_blocks, new_policy
+from slca.model import ModelConfig, Policy, checkpoint_blocks, new_policy
 from slca.optim import optimizers, set_rate
 from slca.page import write_report
 from slca.phases import phases
+from slca.products import bf16_runs
 from slca.report import RunLog, best_and_worst, console_line, final_table, read_metrics, record, stretches
 from slca.responders import make_simulator
 from slca.rollout import make_sampler, rollout

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slca.lora import whole_weight
-from slca.model import ModelConfig, Policy, attend, onednn, onednn_runs, score_bias
+from slca.model import ModelConfig, Policy
+from slca.products import attend, onednn, onednn_runs, score_bias
 
 HIDDEN = -1e30  # added to the score of a column that is not to be seen; finite, so a row that sees none has no NaN
 FEW_ROWS = 4  # below this, MKL's float32 products beat oneDNN's

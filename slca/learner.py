@@ -21,9 +21,10 @@ from slca import ranks
 from slca.config import override
 from slca.lora import adapters_off
 from slca.loss import cispo_loss, gspo_loss, kl_loss, policy_loss, sapo_loss, truncated_weights
-from slca.model import Packed, Policy, RowBlock, bf16_runs, linear
+from slca.model import Packed, Policy, RowBlock
 from slca.optim import optimizer_step
 from slca.phases import phases
+from slca.products import bf16_runs, linear
 from slca.sampler import rounded
 from slca.segments import SUMMARY, TOOL
 from slca.settings import Config

@@ -19,7 +19,8 @@ import torch
 
 from slca import chat, ranks
 from slca.endpoint import Endpoint
-from slca.model import Policy, bf16_runs
+from slca.model import Policy
+from slca.products import bf16_runs
 from slca.sampler import Sampler, complete, row_stream
 from slca.settings import LLMConfig
 from slca.tokenizer import load_tokenizer

@@ -15,8 +15,9 @@ import torch
 
 from slca.config import ConfigError, override
 from slca.learner import CHUNK_LOGITS, POSITION_STEP
-from slca.model import PLAIN_SCORES, ModelConfig, Policy, bf16_runs, onednn_runs
+from slca.model import ModelConfig, Policy
 from slca.optim import CHUNK
+from slca.products import PLAIN_SCORES, bf16_runs, onednn_runs
 from slca.sampler import GROUP_STEP, PREFILL_TOKENS, WIDTH_STEP, Sampler, rounded
 from slca.settings import Config, LLMConfig
 from slca.weights import read_config
@@ -194,7 +195,7 @@ def block_bytes(shape: ModelConfig, s: Sizes, m: Pass, device: str) -> float:
 
 
 def _scores(s: Sizes, m: Pass, device: str) -> int:
-    """What a head keeps of its scores: nothing, but for short bfloat16 blocks on a CPU (`model.attend`)."""
+    """What a head keeps of its scores: nothing, but for short bfloat16 blocks on a CPU (`products.attend`)."""
     if device == "cuda" or s.compute == 4:
         return 0
     blocks = ((m.rows, m.width, m.prompt + m.width), (m.prompts, m.prompt, m.prompt))

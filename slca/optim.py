@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slca.model import Policy, bf16_runs
+from slca.model import Policy
+from slca.products import bf16_runs
 from slca.ranks import rank, split_like, sum_gradients, whole
 from slca.settings import OptimConfig
 

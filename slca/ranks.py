@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from slca.model import Policy, bf16_runs
+from slca.model import Policy
+from slca.products import bf16_runs
 
 
 def start(timeout_s: float = 1800.0) -> torch.device:

@@ -15,8 +15,9 @@ import torch
 from slca import chat, ranks
 from slca.data.task import Task
 from slca.memory import reserve, room, sampler_rows
-from slca.model import Policy, bf16_runs
+from slca.model import Policy
 from slca.phases import phases
+from slca.products import bf16_runs
 from slca.rewards import HierR, parse_blocks
 from slca.sampler import Row, Sampler, row_stream
 from slca.segments import segment_labels

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slca.model import bf16_runs
+from slca.products import bf16_runs
 
 FOLDER = Path(__file__).parent / "benchmarks"
 RATIO = {"paired", "medians"}

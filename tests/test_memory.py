@@ -20,11 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slca import learner, lora, memory
-from slca import model as model_module
+from slca import learner, lora, memory, products
 from slca.config import load_config, override
 from slca.memory import fit, plan, report, reserve, room, sampler_rows
-from slca.model import ModelConfig, Policy, checkpoint_blocks, new_policy
+from slca.model import ModelConfig, Packed, Policy, RowBlock, checkpoint_blocks, new_policy
 from slca.optim import optimizers
 from slca.sampler import Sampler, row_stream
 from slca.settings import Config
@@ -210,9 +209,9 @@ def test_activations_of_large_models(monkeypatch, case):
                    "micro_batch_tokens=10240", "precision=bf16", "model.checkpoint_blocks=true", *changes)
     for module in (memory, learner):
         monkeypatch.setattr(module, "bf16_runs", lambda d: True)
-    for module in (memory, model_module):
+    for module in (memory, products):
         monkeypatch.setattr(module, "PLAIN_SCORES", 0)
-    monkeypatch.setattr(model_module, "onednn_runs", lambda w: False)
+    monkeypatch.setattr(products, "onednn_runs", lambda w: False)
     monkeypatch.setattr(lora, "first_a", lambda rank, size, draw: torch.empty(rank, size))
     (part,) = memory.passes(cfg, 1)
     assert (part.tokens, part.rows, part.width) == (10240, 8, 1024)
@@ -222,9 +221,9 @@ def test_activations_of_large_models(monkeypatch, case):
         torch.set_default_dtype(torch.float32)
         policy = with_gradients(policy, cfg)
         ints = dict(dtype=torch.long)
-        rows = model_module.RowBlock(slice(2048, 10240), (8, 1024), torch.zeros(8192, **ints), torch.zeros(8, **ints),
+        rows = RowBlock(slice(2048, 10240), (8, 1024), torch.zeros(8192, **ints), torch.zeros(8, **ints),
                                      torch.zeros(8, 1024, 3072, dtype=torch.bool))
-        packed = model_module.Packed(*torch.zeros(2, 10240, **ints), (1, 2048), torch.zeros(2048, **ints), [rows], 3072)
+        packed = Packed(*torch.zeros(2, 10240, **ints), (1, 2048), torch.zeros(2048, **ints), [rows], 3072)
         with Live() as live:
             with learner.precision_context(cfg.precision, torch.device("cpu")):
                 logp = learner._packed_logprobs(policy, packed, torch.zeros(8192, **ints), torch.zeros(8192, **ints),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slca import model as model_module
+from slca import products
 from slca.learner import pack
-from slca.model import Block, ModelConfig, Policy, attend, checkpoint_blocks, linear, new_policy, score_bias
+from slca.model import Block, ModelConfig, Policy, checkpoint_blocks, new_policy
+from slca.products import attend, linear, score_bias
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 MODELS = {
@@ -186,13 +187,13 @@ def test_bf16_autocast_of_the_whole_model(family):
 def test_bfloat16_that_onednn_only_emulates_is_not_used(monkeypatch):
     """AVX-512 without avx512_bf16: oneDNN calls it supported, and takes six times as long as in float32."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    monkeypatch.setattr(model_module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(products.platform, "machine", lambda: "x86_64")
     for units in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda units=units: units)
-        assert model_module.bf16_runs(torch.device("cpu")) == units
+        assert products.bf16_runs(torch.device("cpu")) == units
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(model_module.platform, "machine", lambda: "aarch64")
-    assert model_module.bf16_runs(torch.device("cpu"))
+    monkeypatch.setattr(products.platform, "machine", lambda: "aarch64")
+    assert products.bf16_runs(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -200,12 +201,12 @@ def test_bfloat16_that_onednn_only_emulates_is_not_used(monkeypatch):
 def test_products_by_onednn_are_torchs(monkeypatch, bias, shape):
     draw = torch.Generator().manual_seed(0)
     x, weight, b, up = (torch.randn(s, generator=draw) for s in (shape, (40, 24), (40,), (*shape[:-1], 40)))
-    results, used, plain = [], [], model_module.onednn
-    monkeypatch.setattr(model_module, "onednn", lambda *a: used.append(1) or plain(*a))
-    monkeypatch.setattr(model_module, "AVX512", True)  # oneDNN gives the same without, and is only slower
-    monkeypatch.setattr(model_module, "MKL_512", False)
+    results, used, plain = [], [], products.onednn
+    monkeypatch.setattr(products, "onednn", lambda *a: used.append(1) or plain(*a))
+    monkeypatch.setattr(products, "AVX512", True)  # oneDNN gives the same without, and is only slower
+    monkeypatch.setattr(products, "MKL_512", False)
     for rows in (512, 10**9):  # the second is more than there are: torch's own
-        monkeypatch.setattr(model_module, "MANY_ROWS", rows)
+        monkeypatch.setattr(products, "MANY_ROWS", rows)
         leaves = [t.clone().requires_grad_() for t in ((x, weight, b) if bias else (x, weight))]
         out = linear(*leaves)
         (out * up).sum().backward()

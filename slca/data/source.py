@@ -80,7 +80,7 @@ class TaskSource:
             print(f"{path}: {len(tasks) - len(rows)} of {len(tasks)} rows have no demonstration within {limit} tokens, "
                   "left out")
         if cut := sum(len(row.ids) == limit for _, row in rows):
-            print(f"{path}: {cut} of {len(rows)} rows reach sft.max_tokens = {limit}, so that their ends are not learned")
+            print(f"{path}: {cut} of {len(rows)} rows reach sft.max_tokens = {limit}: their ends are not learned")
         return [t for t, _ in rows]
 
     def _row(self, task: Task) -> Row:

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whether or not 
 import torch
 import torch.nn.functional as F
 
-from slca.model import ModelConfig, Policy, bf16_runs, new_policy, onednn_runs
+from slca.model import ModelConfig, Policy, new_policy
+from slca.products import bf16_runs, onednn_runs
 
 SHAPES = {name: dict(zip(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                           "intermediate_size", "vocab_size"), sizes, strict=True)) for name, sizes in {
