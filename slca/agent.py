@@ -20,7 +20,8 @@ import numpy as np
 from slca import chat
 from slca.model import Policy
 from slca.rewards import parse_blocks, valid_calls
-from slca.sampler import Row, Sampler, row_stream
+from slca.sampler import Sampler, row_stream
+from slca.slots import Row
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 WORTH_COPYING = 32  # tokens: a shorter common beginning is run again, and one shorter than what comes behind it

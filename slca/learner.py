@@ -25,9 +25,9 @@ from slca.model import Packed, Policy, RowBlock
 from slca.optim import optimizer_step
 from slca.phases import phases
 from slca.products import bf16_runs, linear
-from slca.sampler import rounded
 from slca.segments import SUMMARY, TOOL
 from slca.settings import Config
+from slca.slots import rounded
 
 CHUNK_LOGITS = 2 ** 21  # logits that exist at a time: they stay in the cache of a CPU
 # Shapes are rounded up to few sizes: the CPU's matrix library keeps a compiled kernel for every shape it meets, and

@@ -18,8 +18,9 @@ from slca.learner import CHUNK_LOGITS, POSITION_STEP
 from slca.model import ModelConfig, Policy
 from slca.optim import CHUNK
 from slca.products import PLAIN_SCORES, bf16_runs, onednn_runs
-from slca.sampler import GROUP_STEP, PREFILL_TOKENS, WIDTH_STEP, Sampler, rounded
+from slca.sampler import PREFILL_TOKENS, Sampler
 from slca.settings import Config, LLMConfig
+from slca.slots import GROUP_STEP, WIDTH_STEP, rounded
 from slca.weights import read_config
 
 SPARE = 0.08  # of the available memory

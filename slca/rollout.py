@@ -19,10 +19,11 @@ from slca.model import Policy
 from slca.phases import phases
 from slca.products import bf16_runs
 from slca.rewards import HierR, parse_blocks
-from slca.sampler import Row, Sampler, row_stream
+from slca.sampler import Sampler, row_stream
 from slca.segments import segment_labels
 from slca.settings import Config
 from slca.simulator import Simulator, error_text, is_error, is_failure
+from slca.slots import Row
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 

@@ -43,7 +43,7 @@ class Mutant(NamedTuple):
 BATCHES = "test_gradient_does_not_depend_on_micro_batches"
 SHARED = "test_shared_prompts_give_the_plain_scores_and_gradients"
 ENGINE = "test_prefill_steps_and_tool_turns_are_the_plain_forward_pass"
-STORED = "test_stored_logprobs_are_the_learners"
+STORED = "sampler::test_stored_logprobs_are_the_learners"
 TABLE = {  # name, old, new, tests (in tests/test_PART.py where no other file is named)
     "segments": [
         ("no-summary", "labels = mask.long() + last.long()", "labels = mask.long()", "test_by_hand"),
@@ -155,23 +155,25 @@ TABLE = {  # name, old, new, tests (in tests/test_PART.py where no other file is
         ("gradients-add-up", "optimizer.zero_grad(set_to_none=True)", "pass", "learner::test_small_updates_arrive"),
     ],
     "sampler": [
-        ("drawn-untempered", "logits.float() / temperature, -1)", "logits.float(), -1)", "test_draw_tempers"),
-        ("logprob-of-the-likeliest", "p.gather(1, token).squeeze(1)", "p.amax(-1)", "test_draw_by_hand"),
         ("unknown-ids-drawn", "min(policy.config.vocab_size, tokenizer.size if",
          "max(policy.config.vocab_size, tokenizer.size if", "test_ids_beyond_the_tokenizer_are_never_drawn"),
         ("one-stop-id", "set(stop_ids), stop_strings", "set(stop_ids[:1]), stop_strings",
          "test_each_stop_ends_its_row_and_is_scored"),
         ("members-alike", "row_stream(seed, p, m)", "row_stream(seed, p, 0)",
          "test_groups_are_adjacent_and_members_differ"),
-        ("weights-not-refreshed", "self.engine.refresh()", "pass", "test_new_weights_are_seen_after_refresh"),
         ("last-token-not-run", "*(row.fresh.ids[-1:] if row.ended else ()), *new", "*new", "test_each_token_runs_once"),
         ("finished-rows-stay", "row for row in live if row not in stopped", "row for row in live",
          "test_finished_rows_leave_the_batch"),
+        ("stream-goes-on", "self.drawn[at] = 0", "pass", "test_refill_gives_what_all_at_once_gives"),
+    ],
+    "slots": [
+        ("drawn-untempered", "logits.float() / temperature, -1)", "logits.float(), -1)", "sampler::test_draw_tempers"),
+        ("logprob-of-the-likeliest", "p.gather(1, token).squeeze(1)", "p.amax(-1)", "sampler::test_draw_by_hand"),
+        ("weights-not-refreshed", "self.engine.refresh()", "pass", "sampler::test_new_weights_are_seen_after_refresh"),
         ("prompt-length-off-by-one", "[p.length for p in self.groups", "[p.length - 1 for p in self.groups", STORED),
         ("prompts-not-moved", "self.prompts.copy(self._ints(source), self._ints(target), longest)", "pass", STORED),
         ("streams-not-moved", "self.token, self.uniforms, self.heat):", "self.token, self.heat):",
-         "test_a_row_does_not_know_its_neighbours"),
-        ("stream-goes-on", "self.drawn[at] = 0", "pass", "test_refill_gives_what_all_at_once_gives"),
+         "sampler::test_a_row_does_not_know_its_neighbours"),
     ],
     "engine": [
         ("stale-columns-seen", "self.numbers(span) < length[:, None]", "self.numbers(span) <= length[:, None]", ENGINE),

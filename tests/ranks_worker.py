@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
-from slca import learner, ranks, rollout, sampler
+from slca import learner, ranks, rollout, slots
 from slca.config import override
 from slca.data.vocabulary import world_tokenizer
 from slca.data.world import World
@@ -107,7 +107,7 @@ def scripted(tokenizer, folder: Path) -> None:
         tokens = [(texts[code // 1000] + [7] * 1000)[code % 1000] for code in codes]
         return torch.tensor(tokens), torch.full((len(tokens),), -1.0)
 
-    rollout.row_stream, sampler.draw = Stream, draw
+    rollout.row_stream, slots.draw = Stream, draw
     tasks, mine = World("train", 0).tasks(4), ranks.share(4)
     policy = ranks.placed(new_policy(shape, 1), torch.device("cpu"), "fp32")
     episodes = rollout.rollout(policy, tokenizer, [tasks[i] for i in mine], Simulator(), cfg, 2, (0, 0), 1.0,

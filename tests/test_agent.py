@@ -15,7 +15,7 @@ import torch
 from test_sampler import make
 
 from slca import agent as agent_module
-from slca import chat, sampler
+from slca import chat, slots
 from slca.agent import Agent, PromptTooLong, Reply, read_reply
 from slca.sampler import generate
 from slca.tokenizer import train_bpe
@@ -279,7 +279,7 @@ def script(monkeypatch, tokenizer, text: str) -> None:
 
     def chosen(logits, uniforms, temperature):
         return torch.tensor([next(ids)] * len(logits)), torch.full((len(logits),), -0.5)
-    monkeypatch.setattr(sampler, "draw", chosen)
+    monkeypatch.setattr(slots, "draw", chosen)
 
 
 CALL, F = {"name": "f", "arguments": {"a": 1}}, '{"name": "f", "arguments": {"a": 1}}'

@@ -14,9 +14,9 @@ from test_model import EVERY_MODEL, make, tokens
 from test_sampler import PROMPTS, assert_same
 from test_sampler import make as small
 
-from slca import sampler as sampler_module
 from slca.engine import HIDDEN, Cache, Engine, merged, partial
 from slca.sampler import Sampler, generate, row_stream
+from slca.slots import Completion
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_the_cache_grows_and_keeps_what_it_holds():
         columns.append(sampler.cache.kv.shape[4])
         if len(columns) < 7:
             for row in rows:  # the turn goes on where it was
-                row.fresh, kept = sampler_module.Completion([], [], False), row.fresh
+                row.fresh, kept = Completion([], [], False), row.fresh
                 row.turns = [*getattr(row, "turns", []), kept]
                 row.fresh.ids = kept.ids[-1:]
             sampler.feed(rows, [[]] * 10)

@@ -15,9 +15,8 @@ import pytest
 import torch
 from test_model import drawn
 
-from slca import chat
+from slca import chat, slots
 from slca import rollout as rollout_module
-from slca import sampler as sampler_module
 from slca.config import override
 from slca.data.task import Task
 from slca.data.vocabulary import world_tokenizer
@@ -97,7 +96,7 @@ def play(monkeypatch, tok, policy):
 
     def run(scripts, tasks=None, cfg=None, simulator=None, group_size=1, **more) -> list[Episode]:
         tasks = tasks or [TASK] * (len(scripts) // group_size)
-        monkeypatch.setattr(sampler_module, "draw", chosen)
+        monkeypatch.setattr(slots, "draw", chosen)
         monkeypatch.setattr(rollout_module, "row_stream", lambda *key: Stream(scripts[key[-2] * group_size + key[-1]]))
         return rollout(policy, tok, tasks, simulator or Simulator(), cfg or settings(), group_size, (0, 0), 1.0, **more)
 

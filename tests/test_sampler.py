@@ -15,10 +15,12 @@ import torch
 from test_model import drawn
 
 from slca import sampler as sampler_module
+from slca import slots
 from slca.engine import Engine
 from slca.learner import pad, token_logprobs
 from slca.model import ModelConfig, Policy
-from slca.sampler import Completion, Sampler, draw, generate, row_stream
+from slca.sampler import Sampler, generate, row_stream
+from slca.slots import Completion, draw
 from slca.tokenizer import train_bpe
 
 V = 53
@@ -57,7 +59,7 @@ def scripted(monkeypatch):
     def chosen(logits, uniforms, temperature):
         logp = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
         return uniforms.long(), logp.gather(1, uniforms.long()[:, None]).squeeze(1)
-    monkeypatch.setattr(sampler_module, "draw", chosen)
+    monkeypatch.setattr(slots, "draw", chosen)
 
 
 def play(policy, prompt, scripts: list[list[int]], **how) -> list[Completion]:

@@ -36,8 +36,9 @@ from slca.data import Task
 from slca.loss import policy_loss
 from slca.model import Policy
 from slca.rollout import Episode
-from slca.sampler import Completion, generate
+from slca.sampler import generate
 from slca.settings import Config
+from slca.slots import Completion
 
 TARGETS = {("a", "fp32"): 4.0, ("b", "fp32"): 3.5, ("a", "bf16"): 5.0, ("b", "bf16"): 5.0}
 GROUP = 8
