@@ -95,7 +95,7 @@ def test_pictures_are_stored():
 def test_small_study_is_small_and_whole():
     path = FOLDER / "study.json"
     study = json.loads(path.read_text(encoding="utf-8"))
-    assert path.stat().st_size < 250_000 and "/" not in path.read_text(encoding="utf-8")
+    assert path.stat().st_size < 300_000 and "/" not in path.read_text(encoding="utf-8")
     assert {"slca", "grpo", "sft"} <= study["conditions"].keys()
     for name, condition in study["conditions"].items():
         steps = {len(run_["curves"].get("success", ())) for run_ in condition["runs"].values()}
@@ -123,8 +123,8 @@ def test_study_notebook_takes_other_studies(tmp_path, monkeypatch):
     files = os.pathsep.join(str(tmp_path / name) for name in ("a.json", "b.json"))
     printed = run(FOLDER / "03_study.ipynb", monkeypatch, files)
     first = [line.split(maxsplit=1) for line in printed[0].splitlines()]
-    assert [first[0], first[1], first[-1]] == [["slca", "seeds 0, 1, 2; 97 RL steps"],
-                                               ["grpo", "seeds 0, 2; 100 RL steps"],
-                                               ["sft", "seeds 0, 1, 2; 0 RL steps"]]
+    assert [first[0], first[1], first[-1]] == [["slca", "seeds 0, 1, 2, 3, 4; 97 RL steps"],
+                                               ["grpo", "seeds 0, 2, 3, 4; 100 RL steps"],
+                                               ["sft", "seeds 0, 1, 2, 3, 4; 0 RL steps"]]
     assert "toolpo_rule" not in printed[0]
     assert "| sft | " in printed[1] and "do not share a seed" in "".join(printed)
