@@ -70,18 +70,21 @@ class TaskSource:
 
     def _learnable(self, tasks: list[Task], path: str) -> list[Task]:
         """Tasks whose demonstration is not cut off before the assistant writes; says how many are left out."""
-        limit = self.cfg.sft.max_tokens
-        rows = [(t, self._row(t)) for t in tasks if t.demonstration]
-        rows = [(t, row) for t, row in rows if 1.0 in row.weights]
-        if not rows:
+        limit, kept, cut = self.cfg.sft.max_tokens, [], 0
+        for task in tasks:  # a row at a time: all of a large file would not fit
+            row = self._row(task) if task.demonstration else None
+            if row and 1.0 in row.weights:
+                kept.append(task)
+                cut += len(row.ids) == limit
+        if not kept:
             raise DataError(path, None, "sft.max_tokens",
                             f"a row with a demonstration within {limit} tokens (of {len(tasks)} rows none has one)")
-        if len(rows) < len(tasks):
-            print(f"{path}: {len(tasks) - len(rows)} of {len(tasks)} rows have no demonstration within {limit} tokens, "
+        if len(kept) < len(tasks):
+            print(f"{path}: {len(tasks) - len(kept)} of {len(tasks)} rows have no demonstration within {limit} tokens, "
                   "left out")
-        if cut := sum(len(row.ids) == limit for _, row in rows):
-            print(f"{path}: {cut} of {len(rows)} rows reach sft.max_tokens = {limit}: their ends are not learned")
-        return [t for t, _ in rows]
+        if cut:
+            print(f"{path}: {cut} of {len(kept)} rows reach sft.max_tokens = {limit}: their ends are not learned")
+        return kept
 
     def _row(self, task: Task) -> Row:
         sft = self.cfg.sft
