@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -118,3 +118,9 @@ def split_like(t: Tensor, like: Tensor) -> Tensor:
 def share(count: int) -> list[int]:
     """Which of `count` things are this rank's: every world-th."""
     return list(range(rank(), count, world()))
+
+
+def level_share(sizes: Sequence[int]) -> list[int]:
+    """Which of these are this rank's: dealt out largest first, forth and back, so that no rank waits long for another."""
+    order, lap = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)), 2 * world()
+    return [i for at, i in enumerate(order) if min(at % lap, lap - 1 - at % lap) == rank()]

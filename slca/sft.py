@@ -92,7 +92,7 @@ def sft_step(policy: Policy, optimizers: list, rows: list[Row], share: float, cf
     if not total:
         raise ValueError("no token of these demonstrations has a loss weight: sft.max_tokens cuts all of them before "
                          "the assistant writes")
-    loss_sum, mine = 0.0, ranks.share(len(rows))
+    loss_sum, mine = 0.0, ranks.level_share([len(r.ids) for r in rows])
     for batch in evened([[mine[i] for i in part] for part in micro_batches([len(rows[i].ids) for i in mine],
                                                                            token_budget)]):
         if not batch:

@@ -121,6 +121,18 @@ def test_a_run_on_two_ranks_writes_one_log(tmp_path):
     assert all(torch.allclose(saved[1][k], t, rtol=0, atol=1e-4) for k, t in saved[0].items())
 
 
+def test_rows_are_dealt_out_so_that_no_rank_waits(monkeypatch):
+    sizes = [500, 1400, 1000, 1050, 90, 800]
+    assert sorted(ranks.level_share(sizes)) == [0, 1, 2, 3, 4, 5]
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+    dealt = []
+    for rank in (0, 1):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        dealt.append(ranks.level_share(sizes))
+    assert dealt == [[1, 5, 0], [3, 2, 4]]  # 2700 against 2140 tokens; every second one by length: 2900 and 1940
+    assert sorted(sum(dealt, [])) == [0, 1, 2, 3, 4, 5]
+
+
 def test_one_rank_needs_no_process_group():
     assert ranks.world() == 1 and ranks.rank() == 0 and ranks.share(3) == [0, 1, 2]
     assert ranks.all_sum({"a": 1.5}) == {"a": 1.5} and ranks.gather({"x": None}) == [{"x": None}]

@@ -49,6 +49,15 @@ def test_a_pool_is_cut_into_steps_of_like_length(tok):
     assert sum(pool, []) != sorted(sum(pool, [])) and sum(sorted(pool), []) == sorted(sum(pool, []))
 
 
+def test_a_step_of_files_mixes_short_and_long_rows(tok, files):
+    """The stream's next rows as they come, whatever their length: no pool parts the short sets from the long ones."""
+    tasks = TaskSource(settings(*files), tok)
+    for step in range(3):
+        rows = tasks.demonstrations(step)
+        want = [tasks._row(t) for t in tasks._slice(tasks.sft, 4 * step, 4)]
+        assert rows == sorted(want, key=lambda r: len(r.ids)) and len(rows) == 4
+
+
 @pytest.mark.parametrize("fraction, want", [(0.0, [1.0, 1.0]), (0.5, [0.0, 8 / 50])])
 def test_curriculum(tok, monkeypatch, fraction, want):
     seen, plain = [], source.curriculum_task

@@ -91,6 +91,9 @@ class TaskSource:
         task = planner_task(task) if sft.target == "planner" else task
         return demonstration_row(task, self.tokenizer, self.cfg.chat.parallel, sft.prompt_loss_weight, sft.max_tokens)
 
+    def _by_length(self, tasks: list[Task]) -> list[Row]:
+        return sorted(map(self._row, tasks), key=lambda row: len(row.ids))
+
     def _prompt_length(self, task: Task) -> int:
         return len(chat.render(task.messages, task.shown_tools, self.tokenizer, parallel=self.cfg.chat.parallel))
 
@@ -107,18 +110,17 @@ class TaskSource:
         return self.cfg.rl.planned_steps(len(self.train or []))
 
     def demonstrations(self, step: int) -> list[Row]:
-        """Rows of an SFT step. Eight steps share a pool that is sorted by length: little padding, half the time."""
+        """Rows of an SFT step, sorted by length. In the world eight steps share a pool that is sorted by length: little
+        padding, half the time. Files hold sets of unlike lengths: there each step is a mixture of its own."""
+        n = self.cfg.sft.rows_per_step
+        if not self.world:
+            return self._by_length(self._slice(self.sft, step * n, n))
         pool, at = divmod(step, POOL_STEPS)
         if self.pool != pool:
-            n = self.cfg.sft.rows_per_step
             first, size = pool * POOL_STEPS * n, POOL_STEPS * n
-            if self.world:
-                easy = self.curriculum_steps()
-                progress = pool * POOL_STEPS / easy if easy else 1.0
-                tasks = [curriculum_task(self.world, i, progress) for i in range(first, first + size)]
-            else:
-                tasks = self._slice(self.sft, first, size)
-            rows = sorted(map(self._row, tasks), key=lambda row: len(row.ids))
+            easy = self.curriculum_steps()
+            progress = pool * POOL_STEPS / easy if easy else 1.0
+            rows = self._by_length([curriculum_task(self.world, i, progress) for i in range(first, first + size)])
             steps = [rows[i:i + n] for i in range(0, size, n)]
             random.Random(f"{self.cfg.seed}/{pool}").shuffle(steps)
             self.pool, self.rows = pool, steps
