@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slca.model import Linear, Policy, linear
+from slca.model import Linear, Policy
+from slca.products import linear
 from slca.ranks import rank, split_like, whole
 
 

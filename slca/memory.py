@@ -174,7 +174,7 @@ def passes(cfg: Config, world: int) -> list[Pass]:
                               rounded(prompt, WIDTH_STEP), groups * rows, width))
     if cfg.sft.enabled:
         longest = rounded(cfg.sft.max_tokens, WIDTH_STEP)
-        rows = max(1, min(cfg.sft.rows_per_step // world, budget // longest))
+        rows = max(1, min(ceil(cfg.sft.rows_per_step / world), budget // longest))
         found.append(Pass(rounded(rows * longest, POSITION_STEP), rows, longest))
     return found
 

@@ -121,6 +121,6 @@ def share(count: int) -> list[int]:
 
 
 def level_share(sizes: Sequence[int]) -> list[int]:
-    """Which of these are this rank's: dealt out largest first, forth and back, so that no rank waits long for another."""
+    """Which of these are this rank's: dealt out largest first, forth and back, for sums that are nearly level."""
     order, lap = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)), 2 * world()
     return [i for at, i in enumerate(order) if min(at % lap, lap - 1 - at % lap) == rank()]

@@ -199,7 +199,6 @@ class Sampler(Slots):
                 if not row.prompt.rows:
                     self.groups[row.prompt.slot] = None
 
-    # ----------------------------------------------------------------------------------- steps, as the device sees them
     def _look(self, live: list[Row]) -> tuple[np.ndarray, np.ndarray]:
         """Draw and run `look_every` tokens a row (the last one is only drawn) -> tokens, logprobs [rows, steps]."""
         steps = min(self.look_every, min(row.budget for row in live))
@@ -261,6 +260,7 @@ class Sampler(Slots):
         if _start(row) + row.length + more > self.max_len:
             raise ValueError(f"the KV cache holds {self.max_len} tokens a row, {_start(row) + row.length + more} are "
                              f"needed")
+
 
 def _start(row: Row) -> int:
     return row.prompt.length if row.prompt else 0

@@ -83,7 +83,8 @@ class DataConfig:
     bad_rows: Literal["raise", "skip"] = d("raise", "kind toucan: a row that cannot be used ends the run, or is left "
                                            "out with a warning.")
     tools_per_task: int = d(3, "kind world: tools offered in a prompt, of its 20 families.", lo=1, hi=20)
-    eval_tasks: int = d(200, "Held-out tasks behind the final tables.", lo=1)
+    eval_tasks: int = d(
+        200, "Held-out tasks behind the final tables; of files, evenly over them.", lo=1)
     validation_tasks: int = d(64, "Held-out tasks behind the validations while training.", lo=1)
     flaws: Flaws = d(Flaws, "kind world: bad habits in the demonstrations.")
     mix: TaskMixConfig = d(TaskMixConfig, "kind world: shares of the kinds of task.")

@@ -198,6 +198,16 @@ TABLE = {  # name, old, new, tests (in tests/test_PART.py where no other file is
          "test_ids_are_those_of_the_template"),
         ("old-weights-sample", "sampler.refresh()", "pass", "train::test_metrics_are_documented_and_complete"),
     ],
+    "ranks": [
+        ("dealt-out-one-way", "if min(at % lap, lap - 1 - at % lap) == rank()", "if at % world() == rank()",
+         "test_rows_are_dealt_out_so_that_no_rank_waits"),
+    ],
+    "data/source": [
+        ("tables-over-the-first-tasks", "tasks[i * len(tasks) // n]", "tasks[i]",
+         "source::test_tables_and_validations_are_over_the_whole_file"),
+        ("a-cut-row-not-counted", "len(row.ids) > limit", "len(row.ids) > limit + 1",
+         "source::test_rows_over_the_limits_are_left_out_and_counted"),
+    ],
 }
 MUTANTS = [Mutant(name, part, old, new, tuple(t if "::" in t else f"{part}::{t}" for t in tests.split()))
            for part, rows in TABLE.items() for name, old, new, tests in rows]

@@ -222,7 +222,7 @@ def test_activations_of_large_models(monkeypatch, case):
         policy = with_gradients(policy, cfg)
         ints = dict(dtype=torch.long)
         rows = RowBlock(slice(2048, 10240), (8, 1024), torch.zeros(8192, **ints), torch.zeros(8, **ints),
-                                     torch.zeros(8, 1024, 3072, dtype=torch.bool))
+                        torch.zeros(8, 1024, 3072, dtype=torch.bool))
         packed = Packed(*torch.zeros(2, 10240, **ints), (1, 2048), torch.zeros(2048, **ints), [rows], 3072)
         with Live() as live:
             with learner.precision_context(cfg.precision, torch.device("cpu")):

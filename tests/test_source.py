@@ -55,7 +55,7 @@ def test_a_step_of_files_mixes_short_and_long_rows(tok, files):
     for step in range(3):
         rows = tasks.demonstrations(step)
         want = [tasks._row(t) for t in tasks._slice(tasks.sft, 4 * step, 4)]
-        assert rows == sorted(want, key=lambda r: len(r.ids)) and len(rows) == 4
+        assert rows == want and len(rows) == 4
 
 
 @pytest.mark.parametrize("fraction, want", [(0.0, [1.0, 1.0]), (0.5, [0.0, 8 / 50])])
@@ -85,9 +85,23 @@ def test_rows_over_the_limits_are_left_out_and_counted(tok, files, capsys):
     over = sum(n > prompts[4] for n in prompts)
     assert len(cut.train) == 6 - over and (over == 0 or f"{over} of 6 prompts are over {prompts[4]} tokens" in said)
     assert "rows have no demonstration within" in said and 0 < len(cut.sft) < 6 and lengths[0] > 0
+    lengths_of_six = [len(tasks._row(t).ids) for t in tasks.sft]
     TaskSource(settings(*files, f"sft.max_tokens={lengths[-1] - 1}"), tok)
-    cut_off = sum(len(tasks._row(t).ids) >= lengths[-1] - 1 for t in tasks.sft)
-    assert f"{cut_off} of 6 rows reach sft.max_tokens = {lengths[-1] - 1}" in capsys.readouterr().out
+    cut_off = lengths_of_six.count(lengths[-1])
+    assert f"{cut_off} of 6 rows are over sft.max_tokens = {lengths[-1] - 1}" in capsys.readouterr().out
+    TaskSource(settings(*files, f"sft.max_tokens={lengths[-1]}"), tok)
+    assert "sft.max_tokens" not in capsys.readouterr().out  # the longest row just fits
+
+
+def test_tables_and_validations_are_over_the_whole_file(tok, tmp_path, files):
+    tasks = [asdict(t) for t in world_split(settings(), "heldout").tasks(10)]
+    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(t) + "\n" for t in tasks))
+    ids = [t["id"] for t in tasks]
+    source = TaskSource(settings(*files, f"data.heldout={tmp_path / 'heldout.jsonl'}", "data.eval_tasks=4"), tok)
+    assert [t.id for t in source.heldout] == [ids[i] for i in (0, 2, 5, 7)]
+    assert [t.id for t in source.validation] == [ids[i] for i in (0, 5)]
+    source = TaskSource(settings(*files, f"data.heldout={tmp_path / 'heldout.jsonl'}", "data.eval_tasks=11"), tok)
+    assert [t.id for t in source.heldout] == ids
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, replace
+from functools import lru_cache
 
-from slca import chat
+from slca import chat, ranks
 from slca.data.task import Task
 from slca.data.toucan import DataError, load_tasks
 from slca.data.world import World
@@ -16,7 +17,7 @@ from slca.responders import python_tools
 from slca.settings import Config
 from slca.sft import Row, curriculum_task, demonstration_row, planner_task
 
-POOL_STEPS = 8  # SFT steps whose rows are drawn together and sorted by length
+POOL_STEPS = 8  # SFT steps of the world whose rows are drawn together and sorted by length
 RL_TASKS = 10_000_000  # the world's RL prompts are numbered from here, apart from every demonstration
 
 
@@ -32,6 +33,23 @@ def file_tasks(cfg: Config, path: str) -> list[Task]:
     tasks = load_tasks(path, bad_rows=cfg.data.bad_rows)
     offered = python_tools(cfg.simulator.python).schemas if cfg.simulator.responder == "python" else []
     return [task if task.tools else replace(task, tools=offered) for task in tasks]
+
+
+def spread(tasks: list[Task], n: int) -> list[Task]:
+    """n of the tasks, evenly from first to last (files are often sorted by kind); all where there are no more."""
+    n = min(n, len(tasks))
+    return [tasks[i * len(tasks) // n] for i in range(n)]
+
+
+@lru_cache(maxsize=4)
+def shuffled(seed: int, epoch: int, count: int) -> list[int]:
+    """The order of an epoch over count things."""
+    return random.Random(f"{seed}/{epoch}").sample(range(count), count)
+
+
+def say(text: str) -> None:
+    if ranks.rank() == 0:
+        print(text)
 
 
 class TaskSource:
@@ -54,8 +72,9 @@ class TaskSource:
             self.sft = self._learnable(file_tasks(cfg, d.sft), d.sft)
         pool = file_tasks(cfg, d.heldout) if d.heldout else self.train or self.sft
         if not d.heldout:
-            print("data.heldout is not given: the tables are over training tasks")
-        self.heldout, self.validation = pool[:d.eval_tasks], pool[:min(d.validation_tasks, d.eval_tasks)]
+            say("data.heldout is not given: the tables are over training tasks")
+        self.heldout = spread(pool, d.eval_tasks)
+        self.validation = spread(self.heldout, d.validation_tasks)
 
     def _short_enough(self, tasks: list[Task], path: str) -> list[Task]:
         """Tasks whose prompt is within the limit; says how many are not."""
@@ -65,34 +84,32 @@ class TaskSource:
             raise DataError(path, None, "rl.prompts_per_step", f"at most {len(kept)}, as so many of {len(tasks)} "
                             f"prompts are within rollout.max_prompt_tokens = {limit}", wanted)
         if len(kept) < len(tasks):
-            print(f"{path}: {len(tasks) - len(kept)} of {len(tasks)} prompts are over {limit} tokens, left out")
+            say(f"{path}: {len(tasks) - len(kept)} of {len(tasks)} prompts are over {limit} tokens, left out")
         return kept
 
     def _learnable(self, tasks: list[Task], path: str) -> list[Task]:
         """Tasks whose demonstration is not cut off before the assistant writes; says how many are left out."""
         limit, kept, cut = self.cfg.sft.max_tokens, [], 0
         for task in tasks:  # a row at a time: all of a large file would not fit
-            row = self._row(task) if task.demonstration else None
-            if row and 1.0 in row.weights:
+            row = self._row(task, limit + 1) if task.demonstration else None
+            if row and 1.0 in row.weights[:limit]:
                 kept.append(task)
-                cut += len(row.ids) == limit
+                cut += len(row.ids) > limit
         if not kept:
             raise DataError(path, None, "sft.max_tokens",
                             f"a row with a demonstration within {limit} tokens (of {len(tasks)} rows none has one)")
         if len(kept) < len(tasks):
-            print(f"{path}: {len(tasks) - len(kept)} of {len(tasks)} rows have no demonstration within {limit} tokens, "
-                  "left out")
+            say(f"{path}: {len(tasks) - len(kept)} of {len(tasks)} rows have no demonstration within {limit} tokens, "
+                "left out")
         if cut:
-            print(f"{path}: {cut} of {len(kept)} rows reach sft.max_tokens = {limit}: their ends are not learned")
+            say(f"{path}: {cut} of {len(kept)} rows are over sft.max_tokens = {limit}: their ends are not learned")
         return kept
 
-    def _row(self, task: Task) -> Row:
+    def _row(self, task: Task, limit: int | None = None) -> Row:
         sft = self.cfg.sft
         task = planner_task(task) if sft.target == "planner" else task
-        return demonstration_row(task, self.tokenizer, self.cfg.chat.parallel, sft.prompt_loss_weight, sft.max_tokens)
-
-    def _by_length(self, tasks: list[Task]) -> list[Row]:
-        return sorted(map(self._row, tasks), key=lambda row: len(row.ids))
+        return demonstration_row(task, self.tokenizer, self.cfg.chat.parallel, sft.prompt_loss_weight,
+                                 limit or sft.max_tokens)
 
     def _prompt_length(self, task: Task) -> int:
         return len(chat.render(task.messages, task.shown_tools, self.tokenizer, parallel=self.cfg.chat.parallel))
@@ -110,17 +127,18 @@ class TaskSource:
         return self.cfg.rl.planned_steps(len(self.train or []))
 
     def demonstrations(self, step: int) -> list[Row]:
-        """Rows of an SFT step, sorted by length. In the world eight steps share a pool that is sorted by length: little
-        padding, half the time. Files hold sets of unlike lengths: there each step is a mixture of its own."""
+        """Rows of an SFT step. In the world eight steps share a pool sorted by length, so that batches are even. Files
+        hold sets of unlike lengths: there each step is a mixture of its own."""
         n = self.cfg.sft.rows_per_step
         if not self.world:
-            return self._by_length(self._slice(self.sft, step * n, n))
+            return [self._row(task) for task in self._slice(self.sft, step * n, n)]
         pool, at = divmod(step, POOL_STEPS)
         if self.pool != pool:
             first, size = pool * POOL_STEPS * n, POOL_STEPS * n
             easy = self.curriculum_steps()
             progress = pool * POOL_STEPS / easy if easy else 1.0
-            rows = self._by_length([curriculum_task(self.world, i, progress) for i in range(first, first + size)])
+            tasks = [curriculum_task(self.world, i, progress) for i in range(first, first + size)]
+            rows = sorted(map(self._row, tasks), key=lambda row: len(row.ids))
             steps = [rows[i:i + n] for i in range(0, size, n)]
             random.Random(f"{self.cfg.seed}/{pool}").shuffle(steps)
             self.pool, self.rows = pool, steps
@@ -140,11 +158,5 @@ class TaskSource:
 
     def _slice(self, tasks: list[Task], first: int, n: int) -> list[Task]:
         """n tasks from number `first` on of an endless stream: the list shuffled anew each epoch."""
-        order: dict[int, list[int]] = {}
-        found = []
-        for i in range(first, first + n):
-            epoch, at = divmod(i, len(tasks))
-            if epoch not in order:
-                order[epoch] = random.Random(f"{self.cfg.seed}/{epoch}").sample(range(len(tasks)), len(tasks))
-            found.append(tasks[order[epoch][at]])
-        return found
+        places = (divmod(i, len(tasks)) for i in range(first, first + n))
+        return [tasks[shuffled(self.cfg.seed, epoch, len(tasks))[at]] for epoch, at in places]
