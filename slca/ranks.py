@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
@@ -33,10 +34,15 @@ def start(timeout_s: float = 1800.0) -> torch.device:
 
 
 def end() -> None:
-    """Leave the other ranks; all of them must. Together: one that left ahead of another was seen to abort in gloo."""
+    """Leave the other ranks; all of them must.
+
+    Gloo's threads outlive the group. One that lets go of the last tensors while Python ends already is killed in the
+    middle of it, and the process aborts ("terminate called without an active exception"): they get time for it first.
+    """
     if dist.is_initialized():
         gather(None)
         dist.destroy_process_group()
+        time.sleep(0.2)
 
 
 def rank() -> int:
